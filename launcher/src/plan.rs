@@ -160,8 +160,6 @@ pub struct WorkerCommand {
     pub arg0: Option<OsString>,
     /// `argv[1..]`.
     pub args: Vec<OsString>,
-    /// Variables on top of the inherited ones; the environment contract wins over them.
-    pub env: BTreeMap<String, String>,
     /// How people call it: `train.yaml`, `train.py`, `true`.
     pub display_name: String,
     /// True for the native worker, which stops at a step boundary when asked through the control socket.

@@ -6,12 +6,12 @@ use ddp_proto::env::{DDP_JOB_MARKER, WorkerEnv};
 use ddp_proto::ids::WorldSize;
 
 use crate::plan::LaunchPlan;
-use crate::spawn::environment::{Common, is_scrubbed, of_worker, threads_per_worker};
+use crate::spawn::environment::{Common, is_scrubbed, of_worker};
 use crate::spawn::program::{SpawnError, check_program};
 
 /// Why the workers could not be started; none if their program is there.
 pub fn missing_program(plan: &LaunchPlan) -> Option<SpawnError> {
-    check_program(&plan.command, std::env::var_os("PATH").as_ref()).err()
+    check_program(&plan.command.program, std::env::var_os("PATH").as_ref()).err()
 }
 
 /// A variable of a worker.
@@ -45,13 +45,13 @@ pub fn environment_of(plan: &LaunchPlan, get_env: impl Fn(&str) -> Option<String
     contract.error_file = Some(String::new());
     contract.control = Some(String::new());
     contract.run_token = Some(String::new());
-    let defaults = of_worker(&common(plan, &[]), &contract);
+    let defaults = of_worker(&Common::new(plan, &[], ""), &contract);
     let inherited: Vec<(OsString, OsString)> = defaults
         .into_iter()
         .filter_map(|(name, _)| Some((name.clone(), get_env(name.to_str()?)?.into())))
         .collect();
     let text = |word: OsString| word.to_string_lossy().into_owned();
-    of_worker(&common(plan, &inherited), &contract)
+    of_worker(&Common::new(plan, &inherited, ""), &contract)
         .into_iter()
         .filter(|(name, _)| name != DDP_JOB_MARKER)
         .map(|(name, value)| Variable {
@@ -60,15 +60,4 @@ pub fn environment_of(plan: &LaunchPlan, get_env: impl Fn(&str) -> Option<String
             value: text(value),
         })
         .collect()
-}
-
-fn common<'a>(plan: &'a LaunchPlan, inherited: &'a [(OsString, OsString)]) -> Common<'a> {
-    Common {
-        inherited,
-        extra: &plan.command.env,
-        marker: "",
-        threads: threads_per_worker(plan.workers),
-        progress_bar: plan.progress_bar,
-        virtual_local_rank: plan.virtual_local_rank,
-    }
 }

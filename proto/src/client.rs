@@ -4,7 +4,7 @@
 //! let client = Client::connect("node0:29400", &Access::Token(token), Instant::now() + connect_timeout).await?;
 //! let mut attempts = client.attempts(connect_timeout);
 //! let mut stream = client.agent_stream(identity, &mut attempts).await?;   // and again after ClientError::Broken
-//! stream.sender().send(Generation(0), "", Body::Join(join))?;        // never waits
+//! stream.send(Generation(0), "", Body::Join(join))?;                 // never waits
 //! let message = stream.next().await?;                                // cancel safe
 //! stream.leave(generation, leave, deadline).await;                   // returns when the daemon has received it
 //! ```
@@ -19,26 +19,26 @@
 //! - `Heartbeat` every third of `lease_ms`, in every state.
 //! - After `JobOver` or `Refused`: stop the workers, [`AgentStream::leave`], exit with that code.
 
-mod admin;
 mod attempts;
 mod connector;
 mod error;
 
-pub use attempts::{ATTEMPT_TIMEOUT, Attempts, BACKOFF_BASE, BACKOFF_CAP};
-pub use connector::{Access, UNIX_PREFIX};
+pub use attempts::Attempts;
+pub use connector::{ATTEMPT_TIMEOUT, Access, UNIX_PREFIX};
 pub use error::{CallError, ClientError};
 
 use std::time::Duration;
 
 use prost::Message as _;
 use tokio::sync::mpsc;
+use tokio::sync::mpsc::error::TrySendError;
 use tokio::time::{Instant, timeout_at};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::Channel;
-use tonic::{Code, Status, Streaming};
+use tonic::{Code, Response, Status, Streaming};
 
 use attempts::Target;
-use error::{Setback, broken, is_not_written, is_transport, look_up_failure};
+use error::{Setback, broken, is_transport, source_of, unless_unwritten};
 
 use crate::control::whole_ms;
 use crate::ids::{Generation, NodeId};
@@ -47,14 +47,14 @@ use crate::printable;
 use crate::rendezvous::agent_message::Body;
 use crate::rendezvous::rendezvous_client::RendezvousClient;
 use crate::rendezvous::{
-    AgentMessage, DaemonMessage, KvEntries, KvGatherReply, KvGatherRequest, KvGetRequest, KvPutRequest,
-    Leave, StatusReply, StatusRequest,
+    AgentMessage, CloseRequest, DaemonMessage, JobsReply, JobsRequest, KvEntries, KvGatherReply,
+    KvGatherRequest, KvGetRequest, KvPutRequest, Leave, StatusReply, StatusRequest,
 };
 
-/// Messages that may wait for the network before [`AgentSender::send`] calls the stream stalled.
-pub const SEND_QUEUE: usize = 64;
+/// Messages that may wait for the network before [`AgentStream::send`] takes the stream for broken.
+const SEND_QUEUE: usize = 64;
 /// Time allowed for a call that the daemon answers at once.
-pub const CALL_TIMEOUT: Duration = Duration::from_secs(10);
+const CALL_TIMEOUT: Duration = Duration::from_secs(10);
 /// Longest pause of the daemon before a restart: a node that joins again may wait so long for its next assignment.
 pub const RESTART_BACKOFF_CAP: Duration = Duration::from_secs(30);
 /// What a blocking read may take beyond the deadline that the daemon itself keeps.
@@ -95,20 +95,13 @@ pub struct Client {
 pub async fn open_channel(endpoint: &str, access: &Access) -> Result<Channel, ClientError> {
     let target = Target::of(endpoint, access)?;
     target.connect().await.map_err(|error| {
-        let Setback {
-            cause,
-            hint,
-            is_distrust,
-        } = Setback::of(&error);
-        let endpoint = endpoint.to_owned();
-        if is_distrust {
-            ClientError::Untrusted {
-                endpoint,
-                cause,
-                hint,
-            }
-        } else {
-            ClientError::Stranger { endpoint, cause }
+        let setback = Setback::of(&error);
+        if setback.is_distrust {
+            return setback.untrusted(endpoint);
+        }
+        ClientError::Stranger {
+            endpoint: endpoint.to_owned(),
+            cause: setback.cause,
         }
     })
 }
@@ -137,7 +130,7 @@ impl Client {
                         inner: RendezvousClient::new(channel).max_decoding_message_size(MAX_ANSWER_BYTES),
                     });
                 }
-                Ok(Err(error)) => match look_up_failure(&error) {
+                Ok(Err(error)) => match source_of(&error) {
                     Some(no_thread @ LookUpError::NoThread { .. }) => {
                         return Err(ClientError::NoThread(no_thread.clone()));
                     }
@@ -146,11 +139,7 @@ impl Client {
                 Err(_) => Setback::silence("no answer to the connection request"),
             };
             if setback.is_distrust {
-                return Err(ClientError::Untrusted {
-                    endpoint: endpoint.to_owned(),
-                    cause: setback.cause,
-                    hint: setback.hint,
-                });
+                return Err(setback.untrusted(endpoint));
             }
             tell(&setback.cause);
             attempts.failed(setback).await?;
@@ -183,13 +172,10 @@ impl Client {
             let open = inner.agent(ReceiverStream::new(messages));
             let setback = match timeout_at(attempts.next_deadline(), open).await {
                 Ok(Ok(reply)) => {
-                    let sender = AgentSender {
+                    return Ok(AgentStream {
                         identity,
                         endpoint: self.endpoint.clone(),
                         queue,
-                    };
-                    return Ok(AgentStream {
-                        sender,
                         receiver: reply.into_inner(),
                     });
                 }
@@ -239,14 +225,9 @@ impl Client {
             timeout_ms: u32::try_from(whole_ms(timeout)).unwrap_or(u32::MAX),
         };
         let mut inner = self.inner.clone();
-        let read = async {
-            match inner.kv_get(request).await {
-                Ok(reply) => Ok(reply.map(|reply| Some(reply.value.into()))),
-                Err(status) if is_not_written(&status) => Ok(tonic::Response::new(None)),
-                Err(status) => Err(status),
-            }
-        };
-        self.bounded(&what, timeout + READ_MARGIN, read).await
+        let read = async { unless_unwritten(inner.kv_get(request).await) };
+        let reply = self.bounded(&what, timeout + READ_MARGIN, read).await?;
+        Ok(reply.map(|reply| reply.into_inner().value.into()))
     }
 
     /// All entries of the generation's store whose keys begin with `prefix`, in order of their keys, as soon as there are
@@ -270,12 +251,9 @@ impl Client {
         };
         let mut inner = self.inner.clone();
         let gather = async {
-            match inner.kv_gather(request).await {
-                Ok(parts) => joined(parts.into_inner())
-                    .await
-                    .map(|encoded| tonic::Response::new(Some(encoded))),
-                Err(status) if is_not_written(&status) => Ok(tonic::Response::new(None)),
-                Err(status) => Err(status),
+            match unless_unwritten(inner.kv_gather(request).await)? {
+                Some(parts) => joined(parts.into_inner()).await.map(Some),
+                None => Ok(None),
             }
         };
         let encoded = self.bounded(&what, timeout + READ_MARGIN, gather).await?;
@@ -295,17 +273,38 @@ impl Client {
         let job_id = job_id.to_owned();
         let call = inner.status(StatusRequest { job_id });
         let status = self.bounded(&what, CALL_TIMEOUT, call).await;
-        status.map_err(ClientError::of_operator)
+        status.map(Response::into_inner).map_err(ClientError::of_operator)
+    }
+
+    /// All jobs of the daemon.
+    pub async fn jobs(&self) -> Result<JobsReply, ClientError> {
+        let mut inner = self.inner.clone();
+        let call = inner.jobs(JobsRequest {});
+        let jobs = self.bounded("list the jobs", CALL_TIMEOUT, call).await;
+        jobs.map(Response::into_inner)
+    }
+
+    /// Ends a job on all of its nodes.
+    pub async fn close(&self, job_id: &str, reason: &str) -> Result<(), ClientError> {
+        let request = CloseRequest {
+            job_id: job_id.to_owned(),
+            reason: reason.to_owned(),
+        };
+        let mut inner = self.inner.clone();
+        let what = format!("close job `{job_id}`");
+        self.bounded(&what, CALL_TIMEOUT, inner.close(request))
+            .await
+            .map(drop)
     }
 
     async fn bounded<T>(
         &self,
         what: &str,
         within: Duration,
-        call: impl Future<Output = Result<tonic::Response<T>, Status>>,
+        call: impl Future<Output = Result<T, Status>>,
     ) -> Result<T, ClientError> {
         match tokio::time::timeout(within, call).await {
-            Ok(Ok(reply)) => Ok(reply.into_inner()),
+            Ok(Ok(reply)) => Ok(reply),
             Ok(Err(status)) if is_transport(&status) => Err(broken(&self.endpoint, &status)),
             Ok(Err(status)) => Err(self.refused(what, &status)),
             Err(_) => Err(ClientError::Call {
@@ -349,39 +348,56 @@ async fn joined(mut parts: Streaming<KvGatherReply>) -> Result<Vec<u8>, Status> 
 /// The two directions of an agent's stream.
 #[derive(Debug)]
 pub struct AgentStream {
-    sender: AgentSender,
+    identity: AgentIdentity,
+    endpoint: String,
+    queue: mpsc::Sender<AgentMessage>,
     receiver: Streaming<DaemonMessage>,
 }
 
 impl AgentStream {
-    /// The sending half; cheap to clone.
-    pub const fn sender(&self) -> &AgentSender {
-        &self.sender
-    }
-
     /// The next message of the daemon. Cancel safe: a message is either returned or still to come.
     pub async fn next(&mut self) -> Result<DaemonMessage, ClientError> {
-        let endpoint = &self.sender.endpoint;
         match self.receiver.message().await {
             Ok(Some(message)) => Ok(message),
-            Ok(None) => Err(ClientError::Broken {
-                endpoint: endpoint.clone(),
-                cause: "the daemon ended the stream".into(),
-            }),
-            Err(status) => Err(broken(endpoint, &status)),
+            Ok(None) => Err(self.broken("the daemon ended the stream".into())),
+            Err(status) => Err(broken(&self.endpoint, &status)),
         }
+    }
+
+    /// Queues a message that speaks of this assignment of this generation; never waits, so supervision never does.
+    pub fn send(&self, generation: Generation, assignment_id: &str, body: Body) -> Result<(), ClientError> {
+        let message = AgentMessage {
+            job_id: self.identity.job_id.clone(),
+            incarnation: self.identity.incarnation.0.clone(),
+            generation: generation.0,
+            assignment_id: assignment_id.to_owned(),
+            body: Some(body),
+        };
+        self.queue.try_send(message).map_err(|error| {
+            self.broken(match error {
+                TrySendError::Full(_) => format!("it accepts no messages, and {SEND_QUEUE} are queued"),
+                TrySendError::Closed(_) => "the stream is closed".into(),
+            })
+        })
+    }
+
+    fn broken(&self, cause: String) -> ClientError {
+        let endpoint = self.endpoint.clone();
+        ClientError::Broken { endpoint, cause }
     }
 
     /// Says good-bye and waits until the daemon has received it (it ends the stream then), at most until `deadline`.
     ///
     /// Returns false if the deadline passed or the stream broke first.
     pub async fn leave(self, generation: Generation, leave: Leave, deadline: Instant) -> bool {
-        let Self { sender, mut receiver } = self;
         // It speaks of the node, whatever it was assigned.
-        if sender.send(generation, "", Body::Leave(leave)).is_err() {
+        if self.send(generation, "", Body::Leave(leave)).is_err() {
             return false;
         }
-        drop(sender);
+        let Self {
+            queue, mut receiver, ..
+        } = self;
+        drop(queue);
         let end = async {
             loop {
                 match receiver.message().await {
@@ -392,36 +408,6 @@ impl AgentStream {
             }
         };
         timeout_at(deadline, end).await.unwrap_or(false)
-    }
-}
-
-/// The sending half of an agent's stream.
-#[derive(Clone, Debug)]
-pub struct AgentSender {
-    identity: AgentIdentity,
-    endpoint: String,
-    queue: mpsc::Sender<AgentMessage>,
-}
-
-impl AgentSender {
-    /// Queues a message that speaks of this assignment of this generation; never waits, so supervision never does.
-    pub fn send(&self, generation: Generation, assignment_id: &str, body: Body) -> Result<(), ClientError> {
-        let message = AgentMessage {
-            job_id: self.identity.job_id.clone(),
-            incarnation: self.identity.incarnation.0.clone(),
-            generation: generation.0,
-            assignment_id: assignment_id.to_owned(),
-            body: Some(body),
-        };
-        self.queue.try_send(message).map_err(|error| match error {
-            mpsc::error::TrySendError::Full(_) => ClientError::Stalled {
-                endpoint: self.endpoint.clone(),
-            },
-            mpsc::error::TrySendError::Closed(_) => ClientError::Broken {
-                endpoint: self.endpoint.clone(),
-                cause: "the stream is closed".into(),
-            },
-        })
     }
 }
 

@@ -254,24 +254,28 @@ impl fmt::Display for Progress {
     }
 }
 
+/// The truth about a worker's place, in the form of the environment contract ([`crate::env`]).
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct WorkerAssignment {
+    /// [`PROTOCOL`].
+    pub protocol: u32,
+    /// Generation of this assignment.
+    pub generation: Generation,
+    /// The variables of the environment contract.
+    pub env: BTreeMap<String, String>,
+    /// Address under which other nodes reach this one.
+    pub node_addr: String,
+    /// With which native workers prove to each other that they are of this generation.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub data_key: Option<DataKey>,
+}
+
 /// What an agent says.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub enum ToWorker {
-    /// The truth about the worker's place, in the form of the environment contract ([`crate::env`]).
-    Assignment {
-        /// [`PROTOCOL`].
-        protocol: u32,
-        /// Generation of this assignment.
-        generation: Generation,
-        /// The variables of the environment contract.
-        env: BTreeMap<String, String>,
-        /// Address under which other nodes reach this one.
-        node_addr: String,
-        /// With which native workers prove to each other that they are of this generation.
-        #[serde(default, skip_serializing_if = "Option::is_none")]
-        data_key: Option<DataKey>,
-    },
+    /// The worker's place.
+    Assignment(WorkerAssignment),
     /// Stop at the next step boundary, save, and exit with 0. A program that listens has half of `--shutdown-timeout`
     /// for that before it gets a signal; the native worker gets none.
     StopAtStepBoundary {

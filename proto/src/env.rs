@@ -3,6 +3,7 @@
 //! This file is the only one that writes or parses these variables.
 
 use std::collections::BTreeMap;
+use std::str::FromStr;
 
 use crate::ids::{Generation, GlobalRank, LocalRank, NodeRank, WorldSize};
 use crate::ports::PortRange;
@@ -64,7 +65,7 @@ pub const SCRUBBED: &[&str] = &[
 ];
 
 /// A worker's place in the job and how to reach its agent.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct WorkerEnv {
     /// `RANK`
     pub rank: GlobalRank,
@@ -133,26 +134,15 @@ impl WorkerEnv {
     /// The place of a program that was started alone, without a launcher.
     pub fn single() -> Self {
         Self {
-            rank: GlobalRank(0),
-            local_rank: LocalRank(0),
-            node_rank: NodeRank(0),
             world_size: WorldSize(1),
             local_world_size: 1,
             node_count: 1,
             role: "default".into(),
-            role_rank: 0,
             role_world_size: 1,
             master_addr: "127.0.0.1".into(),
-            master_port: 0,
-            restart_count: 0,
-            max_restarts: 0,
             run_id: "single".into(),
-            agent_store: false,
-            run_token: None,
-            error_file: None,
             generation: Generation(1),
-            control: None,
-            worker_ports: None,
+            ..Self::default()
         }
     }
 
@@ -203,20 +193,10 @@ impl WorkerEnv {
     /// `DDP_GENERATION`, `DDP_CONTROL`, `GROUP_*` and `TORCHELASTIC_*` may be missing, so that a worker
     /// also starts under another launcher.
     pub fn parse(get: impl Fn(&str) -> Option<String>) -> Result<Self, EnvError> {
-        let number = |name: &'static str| -> Result<Option<u32>, EnvError> {
-            get(name)
-                .map(|value| {
-                    value.parse().map_err(|_| EnvError::Malformed {
-                        name,
-                        value,
-                        expected: "a whole number",
-                    })
-                })
-                .transpose()
-        };
+        let number = |name| -> Result<Option<u32>, EnvError> { parsed(name, get(name), "a whole number") };
         let required = |name: &'static str| number(name).and_then(|n| n.ok_or(EnvError::Missing(name)));
 
-        let master_port = required("MASTER_PORT")?;
+        let master_port = parsed("MASTER_PORT", get("MASTER_PORT"), "a port below 65536")?;
         let (rank, world_size) = (required("RANK")?, required("WORLD_SIZE")?);
         let env = Self {
             rank: GlobalRank(rank),
@@ -229,11 +209,7 @@ impl WorkerEnv {
             role_rank: number("ROLE_RANK")?.unwrap_or(rank),
             role_world_size: number("ROLE_WORLD_SIZE")?.unwrap_or(world_size),
             master_addr: get("MASTER_ADDR").ok_or(EnvError::Missing("MASTER_ADDR"))?,
-            master_port: u16::try_from(master_port).map_err(|_| EnvError::Malformed {
-                name: "MASTER_PORT",
-                value: master_port.to_string(),
-                expected: "a port below 65536",
-            })?,
+            master_port: master_port.ok_or(EnvError::Missing("MASTER_PORT"))?,
             restart_count: number("TORCHELASTIC_RESTART_COUNT")?.unwrap_or(0),
             max_restarts: number("TORCHELASTIC_MAX_RESTARTS")?.unwrap_or(0),
             run_id: get("TORCHELASTIC_RUN_ID").unwrap_or_else(|| "none".into()),
@@ -242,41 +218,45 @@ impl WorkerEnv {
             error_file: get("TORCHELASTIC_ERROR_FILE"),
             generation: Generation(u64::from(number(DDP_GENERATION)?.unwrap_or(1))),
             control: get(DDP_CONTROL),
-            worker_ports: get(DDP_WORKER_PORTS).map(worker_ports).transpose()?,
+            worker_ports: parsed(DDP_WORKER_PORTS, get(DDP_WORKER_PORTS), "`FIRST-LAST`")?,
         };
         env.check()?;
         Ok(env)
     }
 
     fn check(&self) -> Result<(), EnvError> {
-        if self.rank.0 >= self.world_size.0 {
-            return Err(EnvError::Inconsistent(format!(
-                "`RANK` is {}, but `WORLD_SIZE` is {}",
-                self.rank, self.world_size
-            )));
+        let (ranks, local_ranks) = (self.world_size.0, self.local_world_size);
+        let conflict = |name, value: u32, bound, most: u32| {
+            let words = format!("`{name}` is {value}, but `{bound}` is {most}");
+            Err(EnvError::Inconsistent(words))
+        };
+        if self.rank.0 >= ranks {
+            return conflict("RANK", self.rank.0, "WORLD_SIZE", ranks);
         }
-        if self.local_world_size > self.world_size.0 {
-            return Err(EnvError::Inconsistent(format!(
-                "`LOCAL_WORLD_SIZE` is {}, but `WORLD_SIZE` is {}",
-                self.local_world_size, self.world_size
-            )));
+        if local_ranks > ranks {
+            return conflict("LOCAL_WORLD_SIZE", local_ranks, "WORLD_SIZE", ranks);
         }
-        if self.local_rank.0 >= self.local_world_size {
-            return Err(EnvError::Inconsistent(format!(
-                "`LOCAL_RANK` is {}, but `LOCAL_WORLD_SIZE` is {}",
-                self.local_rank, self.local_world_size
-            )));
+        if self.local_rank.0 >= local_ranks {
+            return conflict("LOCAL_RANK", self.local_rank.0, "LOCAL_WORLD_SIZE", local_ranks);
         }
         Ok(())
     }
 }
 
-fn worker_ports(value: String) -> Result<PortRange, EnvError> {
-    value.parse().map_err(|_| EnvError::Malformed {
-        name: DDP_WORKER_PORTS,
-        value,
-        expected: "`FIRST-LAST`",
-    })
+/// The value of a variable that may be missing.
+fn parsed<T: FromStr>(
+    name: &'static str,
+    value: Option<String>,
+    expected: &'static str,
+) -> Result<Option<T>, EnvError> {
+    let parse = |value: String| {
+        value.parse().map_err(|_| EnvError::Malformed {
+            name,
+            value,
+            expected,
+        })
+    };
+    value.map(parse).transpose()
 }
 
 #[cfg(test)]

@@ -30,11 +30,6 @@ macro_rules! id {
             }
         }
 
-        impl From<$inner> for $name {
-            fn from(value: $inner) -> Self {
-                Self(value)
-            }
-        }
     };
 }
 

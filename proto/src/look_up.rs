@@ -47,17 +47,12 @@ pub async fn look_up(host: &str, port: u16) -> Result<Vec<SocketAddr>, LookUpErr
         let cause = error.to_string();
         return Err(LookUpError::NoThread { host, cause });
     }
-    match found.await {
-        Ok(Ok(addresses)) if !addresses.is_empty() => Ok(addresses),
-        Ok(Err(error)) => Err(LookUpError::Unknown {
-            host,
-            cause: error.to_string(),
-        }),
-        Ok(Ok(_)) | Err(_) => Err(LookUpError::Unknown {
-            host,
-            cause: "it has no address".into(),
-        }),
-    }
+    let cause = match found.await {
+        Ok(Ok(addresses)) if !addresses.is_empty() => return Ok(addresses),
+        Ok(Err(error)) => error.to_string(),
+        Ok(Ok(_)) | Err(_) => "it has no address".to_owned(),
+    };
+    Err(LookUpError::Unknown { host, cause })
 }
 
 #[cfg(test)]

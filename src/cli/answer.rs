@@ -5,6 +5,7 @@ use std::io::{self, ErrorKind, Write};
 use std::process::ExitCode;
 
 use clap_complete::Shell;
+use comfy_table::{CellAlignment, Table, presets};
 use ddp_proto::{exit, printable};
 
 use super::error::CliError;
@@ -21,6 +22,21 @@ pub fn give(text: impl AsRef<[u8]>) -> ExitCode {
 /// The answer, or why there is none.
 pub(super) fn give_or_fail(text: Result<String, CliError>) -> ExitCode {
     text.map_or_else(|error| fail(&error, error.exit_code()), give)
+}
+
+/// A table without lines between its cells. The columns that `is_number` names are aligned to the right.
+pub(super) fn table(
+    rows: impl IntoIterator<Item = Vec<String>>,
+    is_number: impl Fn(usize) -> bool,
+) -> String {
+    let mut table = Table::new();
+    table.load_style(presets::NOTHING).add_rows(rows);
+    for (index, column) in table.column_iter_mut().enumerate() {
+        if is_number(index) {
+            column.set_cell_alignment(CellAlignment::Right);
+        }
+    }
+    table.trim_fmt() + "\n"
 }
 
 /// The script by which a shell completes the words of a program.
@@ -50,10 +66,7 @@ pub fn instead_of_arguments(words: &clap::Error, prefix: &str) -> ExitCode {
 pub(super) fn given(written: io::Result<()>) -> ExitCode {
     match written {
         Err(source) if source.kind() != ErrorKind::BrokenPipe => {
-            let error = CliError::Machine {
-                what: "cannot write the answer to standard output",
-                source,
-            };
+            let error = CliError::machine("cannot write the answer to standard output")(source);
             fail(&error, error.exit_code())
         }
         _ => ExitCode::SUCCESS,

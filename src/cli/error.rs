@@ -4,6 +4,7 @@ use std::io::ErrorKind;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use ddp_proto::client::ClientError;
 use ddp_proto::exit;
 use ddp_proto::look_up::LookUpError;
 use ddp_proto::trust::tls::TlsError;
@@ -15,37 +16,7 @@ use crate::rendezvous::LedgerError;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CliError {
-    /// A `PET_*` variable has a value that its flag would refuse.
-    #[error("environment variable `{variable}` is `{value}`: {message}")]
-    BadVariable {
-        /// Name of the variable.
-        variable: String,
-        /// What it is set to.
-        value: String,
-        /// What was expected.
-        message: String,
-    },
-    /// The file is not YAML.
-    #[error("{}: {message}", file.display())]
-    Yaml {
-        /// Path as given.
-        file: PathBuf,
-        /// The parser's words, with line and column.
-        message: String,
-    },
-    /// A key or value of the `launch` section is refused.
-    #[error("{}:{line}: `launch.{key}`{problem}", file.display())]
-    BadLaunchKey {
-        /// Path as given.
-        file: PathBuf,
-        /// Line of the value.
-        line: u64,
-        /// Key below `launch`.
-        key: String,
-        /// What follows the key: its value and what was expected, or that there is no such key.
-        problem: String,
-    },
-    /// The native worker refuses its configuration.
+    /// A file, a key or a variable has a value that is refused, and the text says which.
     #[error("{0}")]
     Config(String),
     /// Another job has the folder of the run.
@@ -169,9 +140,9 @@ pub enum CliError {
     /// Certificates that cannot be used.
     #[error(transparent)]
     Tls(#[from] TlsError),
-    /// The daemon at the endpoint cannot prove that it is this user's.
-    #[error("{0}")]
-    Untrusted(String),
+    /// A call on a daemon failed.
+    #[error(transparent)]
+    Client(#[from] ClientError),
     /// The default directory for log files cannot be made.
     #[error("cannot create a directory for log files in `{}`: {source}\n  hint: set `--log-dir`, or a different temporary directory with TMPDIR", path.display())]
     TemporaryLogs {
@@ -216,13 +187,26 @@ pub enum CliError {
 }
 
 impl CliError {
+    /// A variable has a value that its flag would refuse.
+    pub(super) fn bad_variable(variable: &str, value: &str, message: &str) -> Self {
+        Self::Config(format!(
+            "environment variable `{variable}` is `{value}`: {message}"
+        ))
+    }
+
+    /// Names what the machine refused, for `map_err`.
+    pub fn machine<E: Into<std::io::Error>>(what: &'static str) -> impl FnOnce(E) -> Self {
+        move |source| Self::Machine {
+            what,
+            source: source.into(),
+        }
+    }
+
     /// The documented exit code of this class.
     pub fn exit_code(&self) -> u8 {
         match self {
-            Self::BadVariable { .. }
-            | Self::Yaml { .. }
-            | Self::BadLaunchKey { .. }
-            | Self::Config(_)
+            Self::Client(error) => error.exit_code(),
+            Self::Config(_)
             | Self::Target { .. }
             | Self::Conflict { .. }
             | Self::NoGpu { .. }
@@ -230,9 +214,7 @@ impl CliError {
             | Self::Tls(_)
             | Self::Ledger(LedgerError::Damaged { .. }) => exit::USAGE,
             Self::Listen { source, .. } if source.kind() != ErrorKind::AddrInUse => exit::USAGE,
-            Self::NoToken { .. } | Self::BadToken { .. } | Self::MakeToken { .. } | Self::Untrusted(_) => {
-                exit::REFUSED
-            }
+            Self::NoToken { .. } | Self::BadToken { .. } | Self::MakeToken { .. } => exit::REFUSED,
             Self::FolderInUse(_) | Self::Ledger(LedgerError::InUse(_)) => exit::FOLDER_IN_USE,
             Self::Disk(_) => exit::DISK,
             Self::PortTaken { .. } | Self::OtherJobsPort { .. } | Self::Host { .. } | Self::Listen { .. } => {

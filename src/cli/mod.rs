@@ -10,7 +10,8 @@
 //! | [`native`] | the only place that calls the worker's training |
 //! | `interrupts` | signals to a worker that no agent looks after |
 //! | [`token`] | where the token of a job comes from |
-//! | [`values`] | parsers of single values |
+//! | [`settings`] | the settings of a launch: flags, `PET_*` and the `launch` section of a YAML |
+//! | [`values`], [`streams`] | parsers of single values |
 //! | [`answer`] | what a program prints: its answer, or its error |
 //! | [`error`] | what can go wrong before the agent takes over |
 
@@ -22,6 +23,8 @@ pub mod machine;
 pub mod native;
 mod operators;
 pub mod serve;
+pub mod settings;
+pub mod streams;
 pub mod token;
 pub mod train;
 pub mod values;
@@ -29,6 +32,7 @@ pub mod values;
 use std::fmt;
 use std::io::{IsTerminal, Stderr};
 
+use error::CliError;
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::fmt::SubscriberBuilder;
 use tracing_subscriber::fmt::format::{DefaultFields, Format, Writer};
@@ -61,6 +65,14 @@ pub fn init_tracing_with_time(default: &str) {
 /// The same, each event as a line of JSON.
 pub fn init_json_tracing(default: &str) {
     events(default).json().flatten_event(true).init();
+}
+
+/// An event loop on this thread alone: it waits for events, and the program stays small.
+fn event_loop() -> Result<tokio::runtime::Runtime, CliError> {
+    tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .map_err(CliError::machine("cannot start the event loop"))
 }
 
 fn events(default: &str) -> SubscriberBuilder<DefaultFields, Format, EnvFilter, fn() -> Stderr> {

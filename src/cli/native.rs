@@ -36,8 +36,8 @@ use super::{init_tracing, machine::limits};
 /// The log filter of a worker without `RUST_LOG`: an aborted communicator leaves its last operations in the rank's log.
 pub const WORKER_EVENTS: &str = "ddp_worker=warn";
 
-/// Exit code of a worker that failed in training, as of most programs.
-const FAILED: u8 = 1;
+/// Exit code where the machine or the training failed, and not what was asked for.
+pub const FAILED: u8 = 1;
 
 /// Exit code of a worker that panicked, as of any program in Rust.
 const PANICKED: u8 = 101;
@@ -119,6 +119,7 @@ impl Validated {
             is_unique: false,
             restarted: false,
             rank: 0,
+            generation: 0,
             world_size: 1,
             deadline: Instant::now() + FOLDER_TIMEOUT,
         };
@@ -265,10 +266,9 @@ fn listen(session: &Session) -> Result<Option<Interrupts>, CliError> {
     }
     let request = session.stop_request();
     let listening = Interrupts::listen(move |cause| request.ask(cause));
-    listening.map(Some).map_err(|source| CliError::Machine {
-        what: "cannot listen to signals",
-        source,
-    })
+    listening
+        .map(Some)
+        .map_err(CliError::machine("cannot listen to signals"))
 }
 
 /// The error at the place of the key whose value it refuses.

@@ -52,17 +52,7 @@ struct Args {
 #[derive(Debug, Subcommand)]
 enum Command {
     /// Serve until SIGTERM or SIGINT; the first line of output is the address
-    Serve {
-        /// Address to listen on; port 0 picks a free port. `[::]` is all addresses of this machine
-        #[arg(long, value_name = "HOST[:PORT]", default_value = "[::]:29400", value_parser = values::endpoint)]
-        listen: Endpoint,
-        #[command(flatten)]
-        protection: Protection,
-        #[command(flatten)]
-        settings: Settings,
-        #[command(flatten)]
-        watching: Watching,
-    },
+    Serve(ServeArgs),
     /// Show one job: its nodes, the step and step time of each rank, its generations and why each ended
     Status(operators::StatusArgs),
     /// List the jobs
@@ -76,29 +66,14 @@ enum Command {
     },
 }
 
-/// How callers prove that the daemon may let them in: by its token (DDP_TOKEN, DDP_TOKEN_FILE or
-/// `~/.config/ddp-run/token`, which is made if it is missing), unless it is insecure.
 #[derive(Debug, clap::Args)]
-struct Protection {
+struct ServeArgs {
+    /// Address to listen on; port 0 picks a free port. `[::]` is all addresses of this machine
+    #[arg(long, value_name = "HOST[:PORT]", default_value = "[::]:29400", value_parser = values::endpoint)]
+    listen: Endpoint,
     /// Do without token and TLS: every host that reaches the port can join jobs, read their data and stop them
     #[arg(long)]
     insecure: bool,
-}
-
-impl Protection {
-    fn resolve(self) -> Result<(Transport, Callers), CliError> {
-        if self.insecure {
-            return Ok((Transport::Plain, Callers::Anybody));
-        }
-        let source = TokenSource::find(|name| std::env::var(name).ok());
-        let token = source.read_or_make_telling(|made| tracing::info!(target: RENDEZVOUS_LOG, "{made}"))?;
-        Ok((Transport::of_token(&token)?, Callers::Authenticated))
-    }
-}
-
-/// How patient the daemon is, and what outlives it.
-#[derive(Debug, clap::Args)]
-struct Settings {
     /// Keep what must not be forgotten in this directory: a daemon that is restarted waits for the nodes of its jobs
     #[arg(long, value_name = "DIR")]
     state_dir: Option<PathBuf>,
@@ -126,11 +101,6 @@ struct Settings {
     /// How long the verdict on a job is kept for nodes that do not leave
     #[arg(long, value_name = "S", default_value = "60", value_parser = values::seconds)]
     linger: Duration,
-}
-
-/// How people and tools watch the daemon.
-#[derive(Debug, clap::Args)]
-struct Watching {
     /// Serve `/livez`, `/readyz`, `/metrics` and the status page at this address; port 0 picks a free port. Without
     /// `--read-token-file`, the page and the names of jobs in metrics are for this machine only
     #[arg(long, value_name = "HOST:PORT", env = "DDP_METRICS_ADDR", value_parser = with_port)]
@@ -164,7 +134,7 @@ fn with_port(text: &str) -> Result<Endpoint, String> {
     values::endpoint(text)
 }
 
-impl Settings {
+impl ServeArgs {
     fn config(&self) -> rendezvous::Config {
         rendezvous::Config {
             lease: self.lease,
@@ -177,6 +147,17 @@ impl Settings {
             linger: self.linger,
             ..rendezvous::Config::default()
         }
+    }
+
+    /// How callers prove that the daemon may let them in: by its token (DDP_TOKEN, DDP_TOKEN_FILE or
+    /// `~/.config/ddp-run/token`, which is made if it is missing), unless it is insecure.
+    fn protection(&self) -> Result<(Transport, Callers), CliError> {
+        if self.insecure {
+            return Ok((Transport::Plain, Callers::Anybody));
+        }
+        let source = TokenSource::find(|name| std::env::var(name).ok());
+        let token = source.read_or_make_telling(|made| tracing::info!(target: RENDEZVOUS_LOG, "{made}"))?;
+        Ok((Transport::of_token(&token)?, Callers::Authenticated))
     }
 }
 
@@ -200,28 +181,23 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
         Ok(args) => args,
         Err(words) => return answer::instead_of_arguments(&words, ""),
     };
-    let (listen, protection, settings, watching) = match args.command {
-        Command::Serve {
-            listen,
-            protection,
-            settings,
-            watching,
-        } => (listen, protection, settings, watching),
+    let args = match args.command {
+        Command::Serve(args) => args,
         Command::Status(args) => return operators::run(operators::status(args)),
         Command::Jobs(args) => return operators::run(operators::jobs(args)),
         Command::Close(args) => return operators::run(operators::close(args)),
         Command::Completions { shell } => return answer::completions(shell, command()),
     };
     let default = format!("{RENDEZVOUS_LOG}=info");
-    match watching.log_format {
+    match args.log_format {
         LogFormat::Text => init_tracing_with_time(&default),
         LogFormat::Json => init_json_tracing(&default),
     }
     limits::raise_open_files_fully();
-    match serve(&listen, protection, &settings, &watching) {
+    match serve(&args) {
         Ok(code) => ExitCode::from(code),
         Err(error)
-            if watching.log_format == LogFormat::Json
+            if args.log_format == LogFormat::Json
                 && tracing::enabled!(target: RENDEZVOUS_LOG, tracing::Level::ERROR) =>
         {
             tracing::error!(target: RENDEZVOUS_LOG, "{error}");
@@ -233,7 +209,7 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
 
 /// Connections are read and written, and messages encoded, beside the one task that decides; on one thread where the
 /// system has no more.
-fn event_loop() -> io::Result<tokio::runtime::Runtime> {
+fn threaded_event_loop() -> io::Result<tokio::runtime::Runtime> {
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let threads = threads.min(MAX_THREADS);
     // tokio panics where it can start none of them.
@@ -261,34 +237,30 @@ fn can_start(threads: usize) -> bool {
 }
 
 /// Exit code: success, if it was stopped while it served.
-fn serve(
-    listen: &Endpoint,
-    protection: Protection,
-    settings: &Settings,
-    watching: &Watching,
-) -> Result<u8, CliError> {
-    let (transport, callers) = protection.resolve()?;
+fn serve(args: &ServeArgs) -> Result<u8, CliError> {
+    let (transport, callers) = args.protection()?;
     let config = rendezvous::Config {
         callers,
-        ..settings.config()
+        ..args.config()
     };
-    let read_token = watching
-        .read_token_file
-        .as_deref()
-        .map(read_token_file)
-        .transpose()?;
-    let state_dir = settings.state_dir.as_deref();
+    let read_token = args.read_token_file.as_deref().map(read_token_file).transpose()?;
+    let state_dir = args.state_dir.as_deref();
     let ledger = state_dir.map(rendezvous::Ledger::open).transpose()?;
-    let runtime = event_loop().map_err(|source| CliError::Machine {
-        what: "cannot start the event loop",
-        source,
-    })?;
+    let runtime = threaded_event_loop().map_err(CliError::machine("cannot start the event loop"))?;
     runtime.block_on(async {
         let mut stops = Stops::handle()?;
+        let binding = async {
+            let listener = bind_at(&args.listen).await?;
+            let http = match &args.metrics_addr {
+                Some(endpoint) => Some(bind_at(endpoint).await?),
+                None => None,
+            };
+            Ok::<_, CliError>((listener, http))
+        };
         // Cancel safe: a signal ends the process, so no connection is lost with the listeners.
         let (listener, http) = tokio::select! {
             code = stops.next() => return Ok(code),
-            bound = bind_all(listen, watching.metrics_addr.as_ref()) => bound?,
+            bound = binding => bound?,
         };
         let address = announce(&listener)?;
         if let Some(reach) = reach(address).filter(|_| callers == Callers::Anybody) {
@@ -301,14 +273,12 @@ fn serve(
         let monitoring = Monitoring {
             http,
             read_token,
-            log_fields: watching.log_format == LogFormat::Json,
+            log_fields: args.log_format == LogFormat::Json,
         };
-        rendezvous::serve_with(listener, config, ledger, monitoring, stops.stop())
+        rendezvous::serve(listener, config, ledger, monitoring, stops.stop())
             .await
-            .map_err(|error| CliError::Machine {
-                what: "the rendezvous ended",
-                source: std::io::Error::other(error),
-            })?;
+            .map_err(std::io::Error::other)
+            .map_err(CliError::machine("the rendezvous ended"))?;
         Ok(exit::SUCCESS)
     })
 }
@@ -321,12 +291,7 @@ struct Stops {
 
 impl Stops {
     fn handle() -> Result<Self, CliError> {
-        let handle = |kind| {
-            signal(kind).map_err(|source| CliError::Machine {
-                what: "cannot handle signals",
-                source,
-            })
-        };
+        let handle = |kind| signal(kind).map_err(CliError::machine("cannot handle signals"));
         Ok(Self {
             terminate: handle(SignalKind::terminate())?,
             interrupt: handle(SignalKind::interrupt())?,
@@ -350,19 +315,6 @@ impl Stops {
             std::process::exit(i32::from(self.next().await));
         });
     }
-}
-
-/// The daemon's socket, and that of the status page if there is one.
-async fn bind_all(
-    listen: &Endpoint,
-    http: Option<&Endpoint>,
-) -> Result<(TcpListener, Option<TcpListener>), CliError> {
-    let listener = bind_at(listen).await?;
-    let http = match http {
-        Some(endpoint) => Some(bind_at(endpoint).await?),
-        None => None,
-    };
-    Ok((listener, http))
 }
 
 async fn bind_at(endpoint: &Endpoint) -> Result<TcpListener, CliError> {
@@ -436,10 +388,10 @@ mod tests {
     fn the_settings_are_the_daemons_defaults_unless_they_are_given() {
         let settings = |flags: &[&str]| {
             let argv = ["ddp-rendezvous", "serve"].iter().chain(flags);
-            let Command::Serve { settings, .. } = Args::try_parse_from(argv).expect("valid").command else {
+            let Command::Serve(args) = Args::try_parse_from(argv).expect("valid").command else {
                 panic!("another command");
             };
-            format!("{:?}", settings.config())
+            format!("{:?}", args.config())
         };
         let defaults = rendezvous::Config::default();
         assert_eq!(settings(&[]), format!("{defaults:?}"));

@@ -2,7 +2,7 @@
 //! which the node that hosts the rendezvous makes if it is missing. It is never on a command line, which every user of
 //! a machine can read.
 
-use std::fs::{DirBuilder, File, Metadata, OpenOptions};
+use std::fs::{DirBuilder, Metadata, OpenOptions};
 use std::io::{self, ErrorKind, Read as _, Write as _};
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
@@ -70,15 +70,10 @@ impl TokenSource {
                 place: String::new(),
                 waited: Duration::ZERO,
             }),
-            Self::Variable(text) => {
-                let refused = |problem: String| CliError::BadToken {
-                    place: DDP_TOKEN.into(),
-                    problem,
-                };
-                Token::parse(text)
-                    .map(Some)
-                    .map_err(|error| refused(words_of(error, FOR_NODES)))
-            }
+            Self::Variable(text) => Token::parse(text).map(Some).map_err(|error| CliError::BadToken {
+                place: DDP_TOKEN.into(),
+                problem: words_of(error, FOR_NODES),
+            }),
             Self::File(path) | Self::Home(path) => read_file(path, FOR_NODES),
         }
     }
@@ -162,7 +157,8 @@ fn read_file(path: &Path, hint: &str) -> Result<Option<Token>, CliError> {
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
         opened => opened.map_err(|error| refused(error.to_string()))?,
     };
-    check_file(&file).map_err(refused)?;
+    let data = file.metadata().map_err(|error| refused(error.to_string()))?;
+    check_owner(&data, nix::unistd::geteuid().as_raw()).map_err(refused)?;
     let mut text = String::new();
     let longest = MAX_CHARS as u64 + 2;
     file.take(longest)
@@ -176,13 +172,7 @@ fn words_of(error: BadToken, hint: &str) -> String {
     format!("{error}\n  hint: {hint}")
 }
 
-/// Nobody else may read it. Root may give it to a group, as Kubernetes does.
-fn check_file(file: &File) -> Result<(), String> {
-    let data = file.metadata().map_err(|error| error.to_string())?;
-    check_owner(&data, nix::unistd::geteuid().as_raw())
-}
-
-/// The same for a process of the user `own`.
+/// No other user may read the file of a process of the user `own`. Root may give it to a group, as Kubernetes does.
 fn check_owner(data: &Metadata, own: u32) -> Result<(), String> {
     let (mode, owner) = (data.mode() & 0o777, data.uid());
     let open_to = if owner == 0 { 0o027 } else { 0o077 };

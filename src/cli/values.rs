@@ -81,34 +81,15 @@ pub struct RdzvConf {
 pub const RDZV_CONF_KEYS: &str = "`is_host`, `join_timeout`, `connect_timeout` (torchrun's `timeout`), `outage_timeout`, \
      `takeover_timeout`, `last_call_timeout`";
 
-/// `--rdzv-backend`: names that torchrun's users have; all mean the daemon of this program.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Backend {
-    /// `c10d`
-    C10d,
-    /// `static`
-    Static,
-    /// `grpc`
-    Grpc,
-}
-
-/// `--event-log-handler`
+/// `--event-log-handler`: the file to which events are appended, if any. `console` is standard error, where the
+/// launcher's own messages go.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum EventLog {
-    /// `null`: nowhere.
-    Nowhere,
-    /// `console`: where the launcher's own messages go.
-    Console,
-    /// JSON lines, appended to a file.
-    File(PathBuf),
-}
+pub struct EventLog(pub Option<PathBuf>);
 
 /// One of torchrun's backends that this program can stand for.
-pub fn backend(text: &str) -> Result<Backend, String> {
+pub fn backend(text: &str) -> Result<String, String> {
     match text {
-        "c10d" => Ok(Backend::C10d),
-        "static" => Ok(Backend::Static),
-        "grpc" => Ok(Backend::Grpc),
+        "c10d" | "static" | "grpc" => Ok(text.to_owned()),
         "etcd" | "etcd-v2" => Err(
             "etcd is not supported: omit the flag and give the address of one node with `--rdzv-endpoint`"
                 .to_owned(),
@@ -121,9 +102,9 @@ pub fn backend(text: &str) -> Result<Backend, String> {
 pub fn event_log(text: &str) -> Result<EventLog, String> {
     match text {
         "" => Err("expected `null`, `console` or the path of a file".to_owned()),
-        "null" => Ok(EventLog::Nowhere),
-        "console" => Ok(EventLog::Console),
-        path => Ok(EventLog::File(path.into())),
+        "null" => Ok(EventLog(None)),
+        "console" => Ok(EventLog(Some("/dev/stderr".into()))),
+        path => Ok(EventLog(Some(path.into()))),
     }
 }
 
@@ -174,7 +155,7 @@ pub fn text(text: &str) -> Result<String, String> {
 
 /// A prefix of lines, in which everything means something.
 pub fn prefix_template(text: &str) -> Result<PrefixTemplate, String> {
-    Ok(PrefixTemplate::parse(text))
+    Ok(PrefixTemplate::new(text))
 }
 
 /// `N` or `MIN:MAX`.

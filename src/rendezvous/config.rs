@@ -6,6 +6,8 @@ use ddp_proto::client::RESTART_BACKOFF_CAP;
 use ddp_proto::control::MAX_VALUE_BYTES;
 use ddp_proto::ids::{MAX_NODES, MAX_WORKERS};
 
+use super::messages::clip;
+
 /// Name of a job of several nodes whose nodes were given none, as with torchrun.
 pub const DEFAULT_JOB_ID: &str = "none";
 
@@ -26,7 +28,7 @@ pub struct Config {
     pub only_job: Option<String>,
     /// Incarnation of the agent in whose process the daemon runs: the job cannot go on without that node.
     pub host: Option<String>,
-    /// What is known of those who call.
+    /// Whether callers are authenticated.
     pub callers: Callers,
     /// Connections at a time, if the descriptors suffice.
     pub max_connections: usize,
@@ -177,10 +179,10 @@ impl Config {
     /// Why `job` is not served here, without the subject "the daemon"; none if it is.
     pub fn refuses(&self, job: &str) -> Option<String> {
         let owner = self.only_job.as_deref().filter(|owner| *owner != job)?;
-        let owner = super::kv::clip(owner, 128);
+        let owner = clip(owner, 128);
         Some(format!(
             "belongs to job `{owner}` and ends with it: it does not serve job `{}`",
-            super::kv::clip(job, 128)
+            clip(job, 128)
         ))
     }
 
@@ -196,7 +198,7 @@ impl Config {
 
     /// Pause before restart number `restart` (from 1) since the last progress, for a `dice` in 0..1.
     ///
-    /// None before the first: most failures do not come again, and every rank would wait for nothing. After that
+    /// No pause before the first restart: most failures do not repeat, and every rank would wait for nothing. After that
     /// between half and all of `base * 2^(restart - 2)`, never above the cap.
     pub fn backoff(&self, restart: u32, dice: f64) -> Duration {
         let Some(doublings) = restart.checked_sub(2).map(|further| further.min(31)) else {

@@ -5,7 +5,6 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use ddp_proto::printable;
 use ddp_proto::rendezvous::daemon_message::Body;
 use ddp_proto::rendezvous::{
     AgentMessage, DaemonMessage, GenerationOver, KvGatherRequest, KvGetRequest, KvPutRequest, Refused,
@@ -14,10 +13,8 @@ use ddp_proto::rendezvous::{
 use prost::bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
-use super::config::Config;
-use super::policy::Account;
+use super::policy::{Account, EndReason};
 use super::ranks::Member;
-use super::store_totals::Answers;
 
 /// A stream of an agent. No two streams of a daemon have the same id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -65,6 +62,13 @@ impl Secret {
     /// Wraps the bytes.
     pub const fn new(bytes: [u8; 32]) -> Self {
         Self(bytes)
+    }
+
+    /// The data key of an assignment, derived from its id.
+    pub(super) fn data_key(&self, assignment_id: &str) -> Vec<u8> {
+        blake3::keyed_hash(&self.0, assignment_id.as_bytes())
+            .as_bytes()
+            .to_vec()
     }
 }
 
@@ -233,22 +237,9 @@ pub enum Observation {
     /// A generation was assigned; with the time that its nodes took to gather.
     Assigned(Duration),
     /// A generation ended, and another one follows.
-    Restarted(RestartReason),
+    Restarted(EndReason),
     /// A job ended with this exit code.
     Ended(i32),
-}
-
-/// Why the daemon starts another generation.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum RestartReason {
-    /// A worker failed.
-    WorkerFailed,
-    /// Rank 0 could not bind its port.
-    PortTaken,
-    /// A node was lost, and fewer than MIN nodes are left.
-    NodeLost,
-    /// Nodes joined or left, and enough are there.
-    Membership,
 }
 
 /// The log level of a note.
@@ -314,70 +305,4 @@ pub(super) fn shared(generation: u64, body: Body) -> Arc<DaemonMessage> {
         generation,
         body: Some(body),
     })
-}
-
-/// One call of `apply`: its parameters, and the effects that it collects.
-pub(super) struct ApplyContext<'a> {
-    pub(super) at: At,
-    pub(super) config: &'a Config,
-    pub(super) effects: Vec<Effect>,
-    /// The subject of its notes.
-    pub(super) about: About,
-    /// What was gathered, in this turn and before.
-    pub(super) answers: Answers,
-}
-
-impl ApplyContext<'_> {
-    /// The id of a new assignment. One event may start two jobs.
-    pub(super) fn assignment_id(&mut self) -> String {
-        let id = self.at.id;
-        self.at.id = id.wrapping_add(1);
-        format!("{id:032x}")
-    }
-
-    /// The data key of an assignment, derived from its id.
-    pub(super) fn data_key(&self, assignment_id: &str) -> Vec<u8> {
-        let Secret(secret) = &self.at.secret;
-        let key = blake3::keyed_hash(secret, assignment_id.as_bytes());
-        key.as_bytes().to_vec()
-    }
-
-    /// Sends to a node, if it is connected.
-    pub(super) fn send(&mut self, conn: Option<ConnId>, generation: u64, body: Body) {
-        if conn.is_some() {
-            self.send_shared(conn, &shared(generation, body));
-        }
-    }
-
-    /// Sends a message that several nodes share.
-    pub(super) fn send_shared(&mut self, conn: Option<ConnId>, message: &Arc<DaemonMessage>) {
-        if let Some(conn) = conn {
-            let message = Arc::clone(message);
-            self.effects.push(Effect::Send { conn, message });
-        }
-    }
-
-    pub(super) fn close(&mut self, conn: Option<ConnId>) {
-        if let Some(conn) = conn {
-            self.effects.push(Effect::Close { conn });
-        }
-    }
-
-    pub(super) fn decided(&mut self, words: impl Into<String>) {
-        self.note(Weight::Decision, &words.into());
-    }
-
-    pub(super) fn detail(&mut self, words: impl Into<String>) {
-        self.note(Weight::Detail, &words.into());
-    }
-
-    fn note(&mut self, weight: Weight, words: &str) {
-        let words = printable::text(words).into_owned();
-        let about = self.about.clone();
-        self.effects.push(Effect::Note { weight, words, about });
-    }
-
-    pub(super) fn observe(&mut self, observation: Observation) {
-        self.effects.push(Effect::Observed(observation));
-    }
 }

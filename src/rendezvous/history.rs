@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use ddp_proto::rendezvous::{GenerationStatus, LossPoint, StatusReply};
 
-use super::kv::clip;
+use super::messages::clip;
 
 /// Generations that are kept, the last ones.
 const MAX_GENERATIONS: usize = 64;
@@ -27,26 +27,19 @@ pub(super) struct History {
 /// One generation.
 #[derive(Debug)]
 struct Period {
-    generation: u64,
-    nodes: u32,
-    ranks: u32,
+    /// Without its times.
+    status: GenerationStatus,
     began: Duration,
-    why_it_began: String,
     ended: Option<Duration>,
-    why_it_ended: String,
 }
 
 impl Period {
     fn tell(&self, now: Duration) -> GenerationStatus {
         let ago = |then: Duration| now.saturating_sub(then).as_millis() as u64;
         GenerationStatus {
-            generation: self.generation,
-            nodes: self.nodes,
-            ranks: self.ranks,
-            began: self.why_it_began.clone(),
-            ended: self.why_it_ended.clone(),
             began_ms: ago(self.began),
             ended_ms: self.ended.map(ago),
+            ..self.status.clone()
         }
     }
 }
@@ -59,13 +52,15 @@ impl History {
             self.dropped += 1;
         }
         self.generations.push_back(Period {
-            generation,
-            nodes,
-            ranks,
+            status: GenerationStatus {
+                generation,
+                nodes,
+                ranks,
+                began: clip(why, MAX_REASON_BYTES).to_owned(),
+                ..GenerationStatus::default()
+            },
             began: now,
-            why_it_began: clip(why, MAX_REASON_BYTES).to_owned(),
             ended: None,
-            why_it_ended: String::new(),
         });
     }
 
@@ -73,7 +68,7 @@ impl History {
     pub(super) fn end(&mut self, now: Duration, why: &str) {
         if let Some(last) = self.generations.back_mut().filter(|last| last.ended.is_none()) {
             last.ended = Some(now);
-            clip(why, MAX_REASON_BYTES).clone_into(&mut last.why_it_ended);
+            clip(why, MAX_REASON_BYTES).clone_into(&mut last.status.ended);
         }
     }
 
@@ -96,7 +91,7 @@ impl History {
 #[derive(Debug)]
 struct Losses {
     points: Vec<(u64, f64)>,
-    /// Of so many that come, one is kept.
+    /// Keeps one of every `every` losses.
     every: u64,
     /// Those that came since the last one was kept.
     since: u64,

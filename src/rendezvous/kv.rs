@@ -8,7 +8,9 @@ use ddp_proto::rendezvous::{KvEntries, KvEntry};
 use prost::Message as _;
 use prost::bytes::Bytes;
 
-use super::event::{ApplyContext, CallId, Effect, KvError};
+use super::context::ApplyContext;
+use super::event::{CallId, Effect, KvError};
+use super::messages::clip;
 use super::store_totals::Load;
 
 /// Prefixes of keys that are waited for at once: each write looks at all of them.
@@ -400,14 +402,6 @@ fn too_few(prefix: &str, have: usize, count: usize, waited: Duration) -> KvError
     KvError::NotWritten(format!(
         "only {have} of {count} keys with `{prefix}` were written within {waited:?}"
     ))
-}
-
-/// At most `bytes` bytes of `text`, cut at a character.
-pub(super) fn clip(text: &str, bytes: usize) -> &str {
-    let end = (0..=bytes.min(text.len()))
-        .rev()
-        .find(|&end| text.is_char_boundary(end));
-    &text[..end.unwrap_or(0)]
 }
 
 #[cfg(test)]

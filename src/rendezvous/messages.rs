@@ -10,6 +10,11 @@ use nix::sys::signal::Signal;
 /// Most hosts that are named one by one.
 const MAX_NAMED: usize = 8;
 
+/// At most `bytes` bytes of `text`, cut at a character.
+pub(super) fn clip(text: &str, bytes: usize) -> &str {
+    &text[..text.floor_char_boundary(bytes)]
+}
+
 /// Why a node is refused that asks for the rank of another one.
 pub(super) fn same_rank(job: &str, rank: u32, asks: &str, has: &str) -> String {
     format!(
@@ -181,17 +186,10 @@ impl TimedOut<'_> {
             let ranks = self.missing_ranks.iter().copied();
             details.push(node_ranks(ranks, self.missing_ranks.len()));
         }
-        if !self.gone.is_empty() {
-            details.push(format!(
-                "lost: {}",
-                list(self.gone.iter().copied(), self.gone.len())
-            ));
-        }
-        if !self.stopping.is_empty() {
-            details.push(format!(
-                "still stopping: {}",
-                list(self.stopping.iter().copied(), self.stopping.len())
-            ));
+        for (what, hosts) in [("lost", &self.gone), ("still stopping", &self.stopping)] {
+            if !hosts.is_empty() {
+                details.push(format!("{what}: {}", list(hosts.iter().copied(), hosts.len())));
+            }
         }
         if !details.is_empty() {
             let _ = write!(words, " ({})", details.join("; "));

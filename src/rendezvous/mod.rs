@@ -25,6 +25,7 @@
 //! an agent that does not read its messages is disconnected.
 
 mod config;
+mod context;
 mod event;
 mod history;
 mod job;
@@ -45,12 +46,11 @@ mod tests;
 
 pub use config::{Callers, Config, DEFAULT_JOB_ID, KvLimits};
 pub use event::{
-    About, At, CallId, ConnId, Effect, Event, KvError, Observation, Peer, Record, RestartReason, Secret,
-    Weight,
+    About, At, CallId, ConnId, Effect, Event, KvError, Observation, Peer, Record, Secret, Weight,
 };
+pub use policy::EndReason;
 pub use report::Census;
 pub use service::{
     Ledger, LedgerError, Listener, Monitoring, ServeError, Transport, listen, listen_locally, serve,
-    serve_with,
 };
 pub use state::{State, apply};

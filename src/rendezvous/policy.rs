@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 
 use super::config::Config;
 
-/// Longest row that is believed of an earlier daemon.
+/// Upper bound for counters that come from an earlier daemon.
 const MAX_ROW: u32 = 1 << 16;
 
 /// Generations in a row that may end for nothing because rank 0's port was taken.
@@ -30,12 +30,12 @@ pub(super) struct Ended {
     /// Highest step that any node reported in it.
     pub(super) step: Option<u64>,
     /// Why it ended.
-    pub(super) why: Why,
+    pub(super) why: EndReason,
 }
 
 /// Why a generation ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Why {
+pub enum EndReason {
     /// A worker failed.
     Failure,
     /// A worker failed, and says that a restart cannot help.
@@ -120,19 +120,19 @@ impl Account {
             self.quick = 0;
         }
         match ended.why {
-            Why::PortTaken if self.taken < MAX_TAKEN_PORTS => {
+            EndReason::PortTaken if self.taken < MAX_TAKEN_PORTS => {
                 self.taken += 1;
                 return Verdict::Regroup;
             }
-            Why::PortTaken | Why::Membership => {}
-            Why::Failure | Why::Permanent | Why::NodeMissing => self.taken = 0,
+            EndReason::PortTaken | EndReason::Membership => {}
+            EndReason::Failure | EndReason::Permanent | EndReason::NodeMissing => self.taken = 0,
         }
         let quick = !progress && ended.ran < config.quick_failure;
         match ended.why {
-            Why::Permanent => return Verdict::Permanent,
-            Why::Membership => return Verdict::Regroup,
-            Why::Failure | Why::PortTaken if quick => self.quick += 1,
-            Why::Failure | Why::PortTaken | Why::NodeMissing => self.quick = 0,
+            EndReason::Permanent => return Verdict::Permanent,
+            EndReason::Membership => return Verdict::Regroup,
+            EndReason::Failure | EndReason::PortTaken if quick => self.quick += 1,
+            EndReason::Failure | EndReason::PortTaken | EndReason::NodeMissing => self.quick = 0,
         }
         if self.spent >= max_restarts {
             return Verdict::UsedUp;
@@ -149,7 +149,7 @@ impl Account {
 mod tests {
     use super::*;
 
-    fn ended(seconds: u64, step: Option<u64>, why: Why) -> Ended {
+    fn ended(seconds: u64, step: Option<u64>, why: EndReason) -> Ended {
         Ended {
             ran: Duration::from_secs(seconds),
             step,
@@ -161,17 +161,17 @@ mod tests {
     fn failures_use_up_the_budget_and_membership_does_not() {
         let (config, mut account) = (Config::default(), Account::default());
         let mut close = |why| account.close(&config, 2, ended(60, None, why));
-        assert_eq!(close(Why::Failure), Verdict::Restart { spent: 1 });
-        assert_eq!(close(Why::Membership), Verdict::Regroup);
-        assert_eq!(close(Why::NodeMissing), Verdict::Restart { spent: 2 });
-        assert_eq!(close(Why::Membership), Verdict::Regroup);
-        assert_eq!(close(Why::Failure), Verdict::UsedUp);
+        assert_eq!(close(EndReason::Failure), Verdict::Restart { spent: 1 });
+        assert_eq!(close(EndReason::Membership), Verdict::Regroup);
+        assert_eq!(close(EndReason::NodeMissing), Verdict::Restart { spent: 2 });
+        assert_eq!(close(EndReason::Membership), Verdict::Regroup);
+        assert_eq!(close(EndReason::Failure), Verdict::UsedUp);
     }
 
     #[test]
     fn progress_refunds_the_budget() {
         let (config, mut account) = (Config::default(), Account::default());
-        let mut close = |step| account.close(&config, 1, ended(60, step, Why::Failure));
+        let mut close = |step| account.close(&config, 1, ended(60, step, EndReason::Failure));
         assert_eq!(close(Some(10)), Verdict::Restart { spent: 1 });
         assert_eq!(close(Some(11)), Verdict::Restart { spent: 1 });
         assert_eq!(
@@ -186,19 +186,19 @@ mod tests {
         let (config, mut account) = (Config::default(), Account::default());
         let mut close = |why| account.close(&config, 1, ended(1, None, why));
         for _ in 0..MAX_TAKEN_PORTS {
-            assert_eq!(close(Why::PortTaken), Verdict::Regroup);
+            assert_eq!(close(EndReason::PortTaken), Verdict::Regroup);
         }
-        assert_eq!(close(Why::PortTaken), Verdict::Restart { spent: 1 });
-        assert_eq!(close(Why::PortTaken), Verdict::UsedUp);
+        assert_eq!(close(EndReason::PortTaken), Verdict::Restart { spent: 1 });
+        assert_eq!(close(EndReason::PortTaken), Verdict::UsedUp);
 
         let mut account = Account::default();
         let mut close = |why| account.close(&config, 1, ended(1, None, why));
-        assert_eq!(close(Why::PortTaken), Verdict::Regroup);
-        assert_eq!(close(Why::Failure), Verdict::Restart { spent: 1 });
+        assert_eq!(close(EndReason::PortTaken), Verdict::Regroup);
+        assert_eq!(close(EndReason::Failure), Verdict::Restart { spent: 1 });
         for _ in 0..MAX_TAKEN_PORTS {
-            assert_eq!(close(Why::PortTaken), Verdict::Regroup, "a new row");
+            assert_eq!(close(EndReason::PortTaken), Verdict::Regroup, "a new row");
         }
-        assert_eq!(close(Why::PortTaken), Verdict::UsedUp);
+        assert_eq!(close(EndReason::PortTaken), Verdict::UsedUp);
     }
 
     #[test]
@@ -209,10 +209,16 @@ mod tests {
         };
         let mut account = Account::default();
         let mut close = |seconds, step, why| account.close(&config, 100, ended(seconds, step, why));
-        assert!(matches!(close(1, None, Why::Failure), Verdict::Restart { .. }));
-        assert_eq!(close(3600, Some(1000), Why::Membership), Verdict::Regroup);
-        assert!(matches!(close(1, None, Why::Failure), Verdict::Restart { .. }));
-        assert_eq!(close(1, None, Why::Failure), Verdict::Hopeless { times: 2 });
+        assert!(matches!(
+            close(1, None, EndReason::Failure),
+            Verdict::Restart { .. }
+        ));
+        assert_eq!(close(3600, Some(1000), EndReason::Membership), Verdict::Regroup);
+        assert!(matches!(
+            close(1, None, EndReason::Failure),
+            Verdict::Restart { .. }
+        ));
+        assert_eq!(close(1, None, EndReason::Failure), Verdict::Hopeless { times: 2 });
     }
 
     #[test]
@@ -222,7 +228,7 @@ mod tests {
             ..Config::default()
         };
         let mut account = Account::default();
-        let mut close = |seconds, step| account.close(&config, 100, ended(seconds, step, Why::Failure));
+        let mut close = |seconds, step| account.close(&config, 100, ended(seconds, step, EndReason::Failure));
         for round in 0..2 {
             assert!(matches!(close(1, None), Verdict::Restart { .. }), "{round}");
         }

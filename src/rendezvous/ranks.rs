@@ -129,7 +129,7 @@ pub(super) fn order(candidates: Vec<Candidate>, previous: &[Member]) -> (Vec<Can
     (ordered, reason)
 }
 
-/// By what a candidate is found again.
+/// Key that identifies a candidate.
 type Key = fn(&Candidate) -> &str;
 
 fn by_key(candidates: Vec<Candidate>, key: Key) -> HashMap<String, Vec<Candidate>> {

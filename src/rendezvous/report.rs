@@ -34,6 +34,17 @@ pub struct Census {
     pub generations: Vec<(String, u64)>,
 }
 
+impl Census {
+    /// What keeps the daemon from being ready, if anything.
+    pub(in crate::rendezvous) fn why_unready(&self) -> Option<String> {
+        if self.suspects_network {
+            return Some("no node is heard: this machine's network may be down".to_owned());
+        }
+        let jobs = ddp_proto::words::counted(self.recovering as u32, "job");
+        (self.recovering > 0).then(|| format!("waiting for the nodes of {jobs} of an earlier daemon"))
+    }
+}
+
 /// How much a document holds at most; the rest is counted.
 #[derive(Clone, Copy, Debug)]
 pub struct Bounds {
@@ -197,5 +208,23 @@ mod tests {
             bounds,
         );
         assert_eq!(listed["more_jobs"], 3);
+    }
+
+    #[test]
+    fn a_daemon_is_unready_while_it_recovers_or_may_be_cut_off() {
+        assert_eq!(Census::default().why_unready(), None);
+        let recovering = Census {
+            recovering: 2,
+            ..Census::default()
+        };
+        assert_eq!(
+            recovering.why_unready().unwrap(),
+            "waiting for the nodes of 2 jobs of an earlier daemon"
+        );
+        let cut_off = Census {
+            suspects_network: true,
+            ..Census::default()
+        };
+        assert!(cut_off.why_unready().is_some());
     }
 }

@@ -13,11 +13,10 @@ use ddp_proto::rendezvous::{
 use prost::bytes::Bytes;
 
 use super::config::{Callers, Config};
-use super::event::{
-    About, ApplyContext, At, CallId, ConnId, Effect, Event, KvError, Origin, Peer, Record, refusal,
-};
+use super::context::ApplyContext;
+use super::event::{About, At, CallId, ConnId, Effect, Event, KvError, Origin, Peer, Record, refusal};
 use super::job::{Finished, Job, Joining};
-use super::kv::clip;
+use super::messages::clip;
 use super::nodes::deadlines::Deadlines;
 use super::partition::PartitionSuspicion;
 use super::report::Census;
@@ -62,11 +61,7 @@ struct Speaker {
 impl State {
     /// A daemon without jobs.
     pub fn new(config: Config) -> Self {
-        Self {
-            config,
-            daemon: Daemon::default(),
-            answers: Answers::default(),
-        }
+        Self::recall(config, Vec::new(), Duration::ZERO)
     }
 
     /// A daemon that starts with the records of its ledger, oldest first.
@@ -81,17 +76,16 @@ impl State {
                 daemon.replan(&id);
             }
         }
-        let answers = Answers::default();
         Self {
             config,
             daemon,
-            answers,
+            answers: Answers::default(),
         }
     }
 
     /// When [`Event::Tick`] is due; earlier is harmless.
     pub fn next_wake(&self) -> Option<Duration> {
-        self.daemon.next_wake()
+        self.daemon.wakes.next()
     }
 
     /// The status of a job.
@@ -199,10 +193,6 @@ impl Daemon {
         self.jobs.values().all(Job::is_idle)
     }
 
-    fn next_wake(&self) -> Option<Duration> {
-        self.wakes.next()
-    }
-
     /// Updates the deadline of a job after a change.
     fn replan(&mut self, job_id: &str) {
         let wake = self.jobs.get(job_id).and_then(Job::next_wake);
@@ -223,6 +213,13 @@ impl Daemon {
             job: job_id,
             incarnation,
         };
+        if matches!(&body, Body::Leave(leave) if leave.launcher_died) && !self.speakers.contains_key(&conn) {
+            if let Some(job) = self.jobs.get_mut(&speaker.job) {
+                job.launcher_died(context, &speaker.incarnation);
+            }
+            self.forget(context, &speaker.job);
+            return context.close(Some(conn));
+        }
         if let Err(refused) = self.identify(context, conn, &speaker, &body) {
             return refuse(context, conn, refused);
         }
@@ -330,7 +327,7 @@ impl Daemon {
         let now = context.at.now;
         // A timer that is very late means that the daemon itself was stalled (a stopped process, a paused
         // machine): heartbeats may wait unread.
-        if let Some(late) = self.next_wake().and_then(|due| now.checked_sub(due))
+        if let Some(late) = self.wakes.next().and_then(|due| now.checked_sub(due))
             && late > context.config.heartbeat_interval()
         {
             context.decided(format!(

@@ -190,7 +190,7 @@ async fn rank(mut agent: AgentStream, node: u32, nodes: u32) -> Result<(AgentStr
         join_timeout_ms: PATIENCE.as_millis() as u32,
         ..Join::default()
     };
-    agent.sender().send(Generation(0), "", Body::Join(join))?;
+    agent.send(Generation(0), "", Body::Join(join))?;
     loop {
         let message = timeout(PATIENCE, agent.next()).await??;
         match message.body {

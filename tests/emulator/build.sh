@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
-# Builds the emulated CUDA libraries into a folder: `LD_LIBRARY_PATH=FOLDER ddp-run …` then trains on emulated GPUs. And
-# `refusals`, a program that tries what they refuse.
+# Builds the emulated CUDA libraries into a folder: `LD_LIBRARY_PATH=FOLDER ddp-run …` then trains on emulated GPUs.
 #
 #     tests/emulator/build.sh FOLDER
 #
@@ -14,9 +13,9 @@ folder=$(cd "$1" && pwd)
 exec 9>"$folder/.lock"
 flock 9
 
-# NAME SOURCE...: all that it is made of; what ends in .cpp is compiled. What begins with lib is a library.
+# NAME SOURCE...: all that the library is made of; what ends in .cpp is compiled.
 build() {
-    local name=$1 source newer= sources=() kind=()
+    local name=$1 source newer= sources=()
     shift
     for source in "$here/build.sh" "$here/cuda.h" "$@"; do
         [[ $folder/$name -nt $source ]] || newer=$source
@@ -25,9 +24,8 @@ build() {
     [[ -n $newer ]] || return 0
     echo "building $name"
     [[ $name != libnvrtc.* ]] || rm -rf "$folder/cache"
-    [[ $name != lib* ]] || kind=(-shared -fPIC -fvisibility=hidden -Wl,-soname,"$name")
-    "${CXX:-c++}" -std=c++17 -O2 -g -Wall -Wextra -pthread "${kind[@]}" -DIMITATION="\"$imitation\"" -o "$folder/$name.new" \
-        "${sources[@]}" -ldl
+    "${CXX:-c++}" -std=c++17 -O2 -g -Wall -Wextra -pthread -shared -fPIC -fvisibility=hidden -Wl,-soname,"$name" \
+        -DIMITATION="\"$imitation\"" -o "$folder/$name.new" "${sources[@]}" -ldl
     mv "$folder/$name.new" "$folder/$name"
 }
 
@@ -35,5 +33,4 @@ build libcuda.so.1 "$here"/{driver.cpp,execution.cpp,driver.hpp,stream.hpp}
 build libnvrtc.so.12 "$here/nvrtc.cpp" "$imitation"
 build libcublasLt.so.12 "$here/cublaslt.cpp"
 build libnccl.so.2 "$here/nccl.cpp" "$here"/nccl_*.hpp
-build refusals "$here/refusals.cpp"
 ln -sf libcuda.so.1 "$folder/libcuda.so"

@@ -19,7 +19,7 @@
 // a fill outside of an allocation is refused, memory ends at a page that nobody may touch and holds NaN at first, as
 // does page-locked memory until a copy to it has come, freed memory is gone at once, handles are checked, those of what was destroyed too, and a call of the driver from a host
 // function of a stream is refused, as CUDA's documentation has it. After a kernel's failure every call fails, as on a
-// GPU; what the emulator has to say of it goes to stderr. refusals.cpp has a case of each.
+// GPU; what the emulator has to say of it goes to stderr.
 
 #include <algorithm>
 #include <cstring>

@@ -15,7 +15,7 @@ fn message(launch: Launch, code: i32) -> String {
 
 #[test]
 fn unknown_flags() {
-    let text = message(launch().words(&["--nproc-per-nide", "2"]).target("true"), 2);
+    let text = message(launch().words(["--nproc-per-nide", "2"]).target("true"), 2);
     insta::assert_snapshot!(text, @r"
         [ddp-run] error: unexpected argument '--nproc-per-nide' found
 
@@ -66,7 +66,7 @@ fn bad_variables() {
 #[test]
 fn flags_without_effect_are_taken() {
     launch()
-        .words(&["--use_env"])
+        .words(["--use_env"])
         .target("true")
         .run()
         .expect_exit(0)
@@ -78,7 +78,7 @@ fn a_temporary_directory_that_cannot_be_written_is_named() {
     let text = message(
         launch()
             .env("TMPDIR", "/proc/1")
-            .words(&["-r", "3"])
+            .words(["-r", "3"])
             .target("true"),
         2,
     );

@@ -1,25 +1,22 @@
 //! `ddp-train ckpt` on the checkpoints of a real run, and runs whose disk takes no checkpoint.
 
+use std::ffi::OsStr;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 
 use nix::sys::stat::Mode;
 use serde_json::Value;
 
-use crate::harness::{Finished, Program, TinyJob, launch, metrics};
+use crate::harness::{Finished, Program, TinyJob, ddp_train, metrics};
 
-fn ckpt(dir: &Path, args: &[&str]) -> Finished {
-    let words = std::iter::once("ckpt").chain(args.iter().copied());
-    Program::new(env!("CARGO_BIN_EXE_ddp-train"))
-        .dir(dir)
-        .args(words.map(Into::into))
-        .run()
+fn ckpt(dir: &Path, args: impl IntoIterator<Item: AsRef<OsStr>>) -> Finished {
+    ddp_train().dir(dir).args(["ckpt"]).args(args).run()
 }
 
 /// Two ranks, checkpoints of steps 5 and 10.
 fn trained() -> TinyJob {
     let job = TinyJob::with(|yaml| yaml.replace("steps: 40", "steps: 10"));
-    let train = launch().nproc(2).dir(job.dir()).target("tiny.yaml");
+    let train = job.launch().nproc(2);
     train.run().expect_exit(0);
     job
 }
@@ -27,14 +24,14 @@ fn trained() -> TinyJob {
 #[test]
 fn a_checkpoint_is_inspected_and_verified() {
     let job = trained();
-    let shown = ckpt(job.dir(), &["inspect", "out"]);
+    let shown = ckpt(job.dir(), "inspect out".split(' '));
     shown
         .expect_exit(0)
         .expect_stdout("step           10, after 40 samples")
         .expect_stdout("written by     2 ranks, format 3")
         .expect_stdout("n_layer 2, n_head 2, n_embd 32")
         .expect_stdout("optimizer.exp_avg.h.1.mlp.c_proj.weight      f32   [128, 32]");
-    ckpt(job.dir(), &["inspect", "out/checkpoints/step_00000005"])
+    ckpt(job.dir(), "inspect out/checkpoints/step_00000005".split(' '))
         .expect_exit(0)
         .expect_stdout("step           5, after 20 samples");
     for path in ["out", "out/checkpoints", "out/checkpoints/step_00000010"] {
@@ -42,39 +39,18 @@ fn a_checkpoint_is_inspected_and_verified() {
             .expect_exit(0)
             .expect_stdout("the checkpoint of step 10 is complete: 84 tensors in ");
     }
-    ckpt(job.dir(), &["verify", "out", "--step", "7"])
+    ckpt(job.dir(), "verify out --step 7".split(' '))
         .expect_exit(2)
         .expect_stderr("error: `out/checkpoints/step_00000007` holds no checkpoint")
         .expect_stderr("hint: there are checkpoints of steps 5, 10");
-    ckpt(job.dir(), &["verify", "."])
+    ckpt(job.dir(), "verify .".split(' '))
         .expect_exit(2)
         .expect_stderr("error: `.` holds no checkpoint")
         .expect_stderr("hint: pass one of the runs in this directory, newest first: `./out`");
-    ckpt(job.dir(), &["inspect", "outt"])
+    ckpt(job.dir(), "inspect outt".split(' '))
         .expect_exit(2)
         .expect_stderr("error: `outt` does not exist")
         .expect_stderr("hint: give a run's `out_dir`");
-}
-
-#[test]
-fn damage_is_named_with_its_file_and_tensor() {
-    let job = trained();
-    let part = job
-        .out()
-        .join("checkpoints/step_00000010/state-exp_avg_sq-1-of-2.safetensors");
-    let good = std::fs::read(&part).expect("a file of the checkpoint");
-    let mut bad = good.clone();
-    *bad.last_mut().expect("not empty") ^= 1;
-    std::fs::write(&part, &bad).expect("writable");
-    ckpt(job.dir(), &["verify", "out"])
-        .expect_exit(1)
-        .expect_stderr("state-exp_avg_sq-1-of-2.safetensors`: the content of tensor `optimizer.exp_avg_sq.");
-    std::fs::write(&part, &good[..good.len() - 1]).expect("writable");
-    ckpt(job.dir(), &["verify", "out"])
-        .expect_exit(1)
-        .expect_stderr("truncated or overwritten");
-    // The one before is not touched by it.
-    ckpt(job.dir(), &["verify", "out", "--step", "5"]).expect_exit(0);
 }
 
 /// Cuts the last bytes from a file of a checkpoint.
@@ -97,7 +73,7 @@ fn latest(job: &TinyJob) -> String {
 #[test]
 fn a_damaged_checkpoint_leads_back_to_an_older_one_that_is_whole() {
     let job = TinyJob::with(|yaml| yaml.replace("steps: 40", "steps: 20"));
-    let train = launch().nproc(2).dir(job.dir()).target("tiny.yaml");
+    let train = job.launch().nproc(2);
     train.run().expect_exit(0);
     cut(&job, "step_00000020");
     // Its size is right, its content is not.
@@ -114,24 +90,24 @@ fn a_damaged_checkpoint_leads_back_to_an_older_one_that_is_whole() {
         .expect_stderr("truncated or overwritten")
         .expect_stderr(hint);
     for words in ["ckpt verify out", "ckpt inspect out", "eval out"] {
-        let program = Program::new(env!("CARGO_BIN_EXE_ddp-train")).dir(job.dir());
-        let finished = program.args(words.split(' ').map(Into::into)).run();
+        let program = ddp_train().dir(job.dir());
+        let finished = program.args(words.split(' ')).run();
         finished.expect_exit(1).expect_stderr(hint);
     }
     // What is damaged is not gone back to.
-    ckpt(job.dir(), &["rewind", "out", "--step", "15"])
+    ckpt(job.dir(), "rewind out --step 15".split(' '))
         .expect_exit(1)
         .expect_stderr("does not match its hash")
         .expect_stderr(hint);
     assert_eq!(latest(&job), "step_00000020");
-    ckpt(job.dir(), &["rewind", "out"])
+    ckpt(job.dir(), "rewind out".split(' '))
         .expect_exit(0)
         .expect_stdout("the checkpoint of step 10 is complete: ")
         .expect_stdout("`out` now resumes from step 10, not from step 20");
     assert_eq!(latest(&job), "step_00000010");
     let left = job.out().join("checkpoints/.latest.tmp");
     assert!(!left.exists());
-    ckpt(job.dir(), &["rewind", "out"])
+    ckpt(job.dir(), "rewind out".split(' '))
         .expect_exit(0)
         .expect_stdout("`out` already resumes from step 10");
     // The steps behind it are trained again, and their checkpoints replaced.
@@ -169,20 +145,20 @@ fn a_run_is_rewound_to_any_of_its_checkpoints() {
             .expect_stdout(&format!("`out` {done}"));
     }
     cut(&job, "step_00000005");
-    ckpt(job.dir(), &["rewind", "out"])
+    ckpt(job.dir(), "rewind out".split(' '))
         .expect_exit(1)
         .expect_stderr(hint);
     // The newest one counts where `latest` names none.
     std::fs::write(job.out().join("checkpoints/latest"), "?").expect("writable");
-    ckpt(job.dir(), &["rewind", "out"])
+    ckpt(job.dir(), "rewind out".split(' '))
         .expect_exit(0)
         .expect_stdout("`out` now resumes from step 10");
     let elsewhere = job.dir().join("copy");
     std::fs::rename(job.out().join("checkpoints/step_00000010"), &elsewhere).expect("ours");
-    ckpt(job.dir(), &["rewind", "copy"])
+    ckpt(job.dir(), "rewind copy".split(' '))
         .expect_exit(2)
         .expect_stderr("error: `copy` is not in the `checkpoints` directory of a run");
-    ckpt(job.dir(), &["rewind", "none"])
+    ckpt(job.dir(), "rewind none".split(' '))
         .expect_exit(2)
         .expect_stderr("error: `none` does not exist");
 }
@@ -215,7 +191,7 @@ fn a_pipe_in_the_place_of_a_file_is_named() {
         std::fs::remove_file(&path).expect("ours");
         std::fs::write(&path, good).expect("writable");
     }
-    ckpt(job.dir(), &["verify", "out"]).expect_exit(0);
+    ckpt(job.dir(), "verify out".split(' ')).expect_exit(0);
     assert!(!job.dir().join("new").exists());
 }
 
@@ -289,10 +265,10 @@ fn a_manifest_that_contradicts_itself_is_not_whole() {
     ];
     for (change, said) in changes {
         forge(&folder, change);
-        ckpt(job.dir(), &["verify", "out"])
+        ckpt(job.dir(), "verify out".split(' '))
             .expect_exit(1)
             .expect_stderr(said);
-        ckpt(job.dir(), &["export", "out", "--to", "new"])
+        ckpt(job.dir(), "export out --to new".split(' '))
             .expect_exit(1)
             .expect_stderr(said);
         let train = train_after(&job, &["sh"], "true");
@@ -302,24 +278,6 @@ fn a_manifest_that_contradicts_itself_is_not_whole() {
     assert!(!job.dir().join("new").exists());
 }
 
-#[test]
-fn a_checkpoint_is_exported_once() {
-    let job = trained();
-    ckpt(job.dir(), &["export", "out", "--to", "model"])
-        .expect_exit(0)
-        .expect_stdout("the checkpoint of step 10 is written to `model`");
-    let text = std::fs::read_to_string(job.dir().join("model/config.json")).expect("a configuration");
-    let config: serde_json::Value = serde_json::from_str(&text).expect("JSON");
-    assert_eq!(
-        (&config["model_type"], &config["n_embd"]),
-        (&"gpt2".into(), &32.into())
-    );
-    assert!(job.dir().join("model/model.safetensors").exists());
-    ckpt(job.dir(), &["export", "out", "-o", "model"])
-        .expect_exit(2)
-        .expect_stderr("error: `model` already exists");
-}
-
 /// Trains the tiny job as one rank in a shell that has first run `prepare`.
 fn train_after(job: &TinyJob, shell: &[&str], prepare: &str) -> Finished {
     let script = format!(
@@ -327,10 +285,7 @@ fn train_after(job: &TinyJob, shell: &[&str], prepare: &str) -> Finished {
         env!("CARGO_BIN_EXE_ddp-train")
     );
     let words = shell[1..].iter().copied().chain(["-c", &script]);
-    Program::new(shell[0])
-        .dir(job.dir())
-        .args(words.map(Into::into))
-        .run()
+    Program::new(shell[0]).dir(job.dir()).args(words).run()
 }
 
 fn assert_trained_without_its_end(job: &TinyJob, finished: &Finished, cause: &str) {
@@ -354,7 +309,7 @@ fn a_limit_on_file_sizes_is_an_error_with_a_name_and_leaves_nothing() {
     // 34 thousand parameters take 136 kB; the limit is 100.
     let script = format!("ulimit -f 200 && exec {tool} ckpt export out --to new");
     let shell = Program::new("sh").dir(job.dir());
-    let finished = shell.args(["-c", script.as_str()].map(Into::into)).run();
+    let finished = shell.args(["-c", script.as_str()]).run();
     finished
         .expect_exit(1)
         .expect_stderr("File too large (os error 27)");

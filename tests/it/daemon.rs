@@ -11,10 +11,10 @@ use nix::sys::stat::Mode;
 use nix::unistd::mkfifo;
 use serde_json::Value;
 
-use crate::harness::{Daemon, Program, ReservedPort, eventually, launch, temp_dir};
+use crate::harness::{Daemon, Program, ReservedPort, ddp_rendezvous, eventually, launch, temp_dir};
 
 fn daemon(listen: &str) -> Program {
-    Program::new(env!("CARGO_BIN_EXE_ddp-rendezvous")).args(["serve", "--listen", listen].map(Into::into))
+    ddp_rendezvous().args(["serve", "--listen", listen])
 }
 
 #[test]
@@ -41,7 +41,7 @@ fn it_warns_if_other_machines_reach_it() {
         ("127.0.0.1:0", open, false),
         ("0.0.0.0:0", closed, false),
     ] {
-        let mut running = daemon(listen).args(flags.iter().map(Into::into)).start();
+        let mut running = daemon(listen).args(flags.iter()).start();
         running.wait_for(listen.trim_end_matches('0'));
         running.signal(Signal::SIGTERM);
         let log = running.finish().stderr();
@@ -60,19 +60,6 @@ fn a_port_in_use_is_one_clear_message() {
         error: cannot listen on `ADDRESS`: Address already in use (os error 98)
           hint: another program uses the port: choose a different one, or 0 for a free port
         ");
-}
-
-#[test]
-fn a_state_directory_serves_one_daemon() {
-    let dir = temp_dir();
-    let flags = ["--state-dir", dir.path().to_str().expect("unicode")];
-    let first = Daemon::start_with("127.0.0.1:0", &flags);
-    daemon("127.0.0.1:0")
-        .args(flags.map(Into::into))
-        .run()
-        .expect_exit(73)
-        .expect_stderr("another daemon uses the state in `");
-    first.stop().expect_exit(0);
 }
 
 #[test]
@@ -107,7 +94,7 @@ fn a_token_file_that_is_made_is_named() {
 
 #[test]
 fn its_help_lists_the_exit_codes() {
-    let help = Program::new(env!("CARGO_BIN_EXE_ddp-rendezvous")).args(["--help".into()]);
+    let help = ddp_rendezvous().args(["--help"]);
     help.run().expect_exit(0).expect_stdout("Exit codes: 0 ");
 }
 
@@ -119,9 +106,7 @@ fn a_signal_during_the_look_up_of_its_name_ends_it_at_once() {
         let dir = temp_dir();
         let aliases = dir.path().join("aliases");
         mkfifo(&aliases, Mode::S_IRWXU).expect("a pipe");
-        let mut running = daemon("node-of-nobody:0")
-            .env("HOSTALIASES", aliases.to_str().expect("unicode"))
-            .start();
+        let mut running = daemon("node-of-nobody:0").env("HOSTALIASES", &aliases).start();
         let held = eventually("the daemon reads the aliases, or ends", || {
             let opened = File::options()
                 .write(true)
@@ -139,20 +124,6 @@ fn a_signal_during_the_look_up_of_its_name_ends_it_at_once() {
         running.signal(signal);
         running.finish().expect_exit(code).expect_silence();
     }
-}
-
-#[test]
-fn it_outlives_its_jobs() {
-    let daemon = Daemon::start();
-    for id in ["first", "second"] {
-        launch()
-            .flag("--rdzv-endpoint", &daemon.endpoint)
-            .flag("--rdzv-id", id)
-            .target("true")
-            .run()
-            .expect_exit(0);
-    }
-    daemon.stop().expect_exit(0);
 }
 
 #[test]
@@ -176,6 +147,10 @@ fn each_decision_is_logged_with_its_time() {
         .map(|c| if c.is_ascii_digit() { '0' } else { c })
         .collect();
     assert_eq!(form, "0000-00-00T00:00:00.000000Z", "{decision}");
+    assert!(
+        decision.contains(" INFO ") && !log.contains("ddp_run::"),
+        "no names of modules: {log}"
+    );
 }
 
 #[test]
@@ -191,8 +166,8 @@ fn json_logs_have_job_generation_and_node() {
     for node in nodes {
         node.finish().expect_exit(3);
     }
-    let args = ["serve", "--log-format=json", "--listen", &daemon.endpoint].map(Into::into);
-    let second = Program::new(env!("CARGO_BIN_EXE_ddp-rendezvous")).args(args);
+    let args = ["serve", "--log-format=json", "--listen", &daemon.endpoint];
+    let second = ddp_rendezvous().args(args);
     let second = second.run().expect_exit(69).stderr();
     let log = [daemon.stop().stderr(), second].join("\n");
     let lines: Vec<Value> = log

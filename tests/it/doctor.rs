@@ -1,14 +1,10 @@
 //! `ddp-train doctor` on whatever machine this is.
 
-use crate::harness::Program;
-
-fn ddp_train(args: &[&str]) -> Program {
-    Program::new(env!("CARGO_BIN_EXE_ddp-train")).args(args.iter().map(Into::into))
-}
+use crate::harness::{Program, ddp_train};
 
 #[test]
 fn it_reports_without_a_gpu_and_with_one() {
-    let finished = ddp_train(&["doctor"]).run();
+    let finished = ddp_train().args(["doctor"]).run();
     finished.expect_exit(0);
     for section in [
         "CPU",
@@ -26,7 +22,7 @@ fn it_reports_without_a_gpu_and_with_one() {
 
 #[test]
 fn a_hidden_gpu_is_not_counted() {
-    let finished = ddp_train(&["doctor"]).env("CUDA_VISIBLE_DEVICES", "").run();
+    let finished = ddp_train().args(["doctor"]).env("CUDA_VISIBLE_DEVICES", "").run();
     finished.expect_exit(0);
     assert!(!finished.stdout().iter().any(|line| line.contains("device 0")));
 }
@@ -45,7 +41,7 @@ fn an_answer_that_nobody_reads_to_its_end_is_no_failure_and_one_that_is_lost_is(
     ];
     for (program, args) in asked {
         let ask = |out: std::fs::File| {
-            let program = Program::new(program).args(args.iter().map(Into::into));
+            let program = Program::new(program).args(args.iter());
             program.stdout_to(out).run()
         };
         let (reader, writer) = std::io::pipe().expect("a pipe");

@@ -23,21 +23,6 @@ fn elastic(daemon: &Daemon, range: &str) -> Launch {
         .flag("--max-restarts", "0")
 }
 
-fn node(daemon: &Daemon, range: &str, done: &Path) -> Launch {
-    elastic(daemon, range)
-        .env("DONE", done.to_str().expect("unicode"))
-        .shell(WORK)
-}
-
-/// Starts the two nodes of an elastic job, and waits until both run in one world.
-fn two_nodes(daemon: &Daemon, done: &Path) -> (Running, Running) {
-    let mut first = node(daemon, "1:2", done).start();
-    let mut second = node(daemon, "1:2", done).start();
-    first.wait_for("world 2 attempt 0");
-    second.wait_for("world 2 attempt 0");
-    (first, second)
-}
-
 /// Kills the second node: the first one works on alone, with no restart spent.
 fn expect_the_first_to_go_on((mut first, second): (Running, Running), done: &Path) {
     second.signal(Signal::SIGKILL);
@@ -46,31 +31,6 @@ fn expect_the_first_to_go_on((mut first, second): (Running, Running), done: &Pat
     std::fs::write(done, "").expect("writable");
     first.finish().expect_exit(0);
     second.finish().expect_killed_by(Signal::SIGKILL);
-}
-
-#[test]
-fn a_job_takes_in_a_node_that_comes_later() {
-    let (daemon, dir) = (Daemon::start(), crate::harness::temp_dir());
-    let done = dir.path().join("done");
-    let mut first = node(&daemon, "1:2", &done).start();
-    first.wait_for("world 1 attempt 0");
-    let mut second = node(&daemon, "1:2", &done).start();
-    second.wait_for("world 2 attempt 0");
-    first.wait_for("joined; continuing with 2 nodes");
-    first.wait_for("world 2 attempt 0");
-    std::fs::write(&done, "").expect("writable");
-    first.finish().expect_exit(0);
-    second.finish().expect_exit(0);
-    daemon.stop().expect_exit(0);
-}
-
-#[test]
-fn a_job_goes_on_without_a_node_that_was_killed_and_spends_no_restart() {
-    let (daemon, dir) = (Daemon::start(), crate::harness::temp_dir());
-    let done = dir.path().join("done");
-    let (first, second) = two_nodes(&daemon, &done);
-    expect_the_first_to_go_on((first, second), &done);
-    daemon.stop().expect_exit(0);
 }
 
 /// As [`WORK`], but fails like a script whose collective loses its peer: a moment after it, for no reason of its own.
@@ -91,7 +51,7 @@ fn a_script_that_fails_since_a_node_was_killed_spends_no_restart() {
     let (daemon, dir) = (Daemon::start(), crate::harness::temp_dir());
     let done = dir.path().join("done");
     let node = || {
-        let node = elastic(&daemon, "1:2").env("DONE", done.to_str().expect("unicode"));
+        let node = elastic(&daemon, "1:2").env("DONE", &done);
         node.shell(WORK_WITH_A_PEER).start()
     };
     let (mut first, mut second) = (node(), node());
@@ -109,26 +69,6 @@ fn a_script_that_fails_since_a_node_was_killed_spends_no_restart() {
 }
 
 #[test]
-fn a_job_goes_on_without_a_node_that_was_stopped_and_takes_it_in_again() {
-    let (daemon, dir) = (Daemon::start(), crate::harness::temp_dir());
-    let done = dir.path().join("done");
-    let (mut first, second) = two_nodes(&daemon, &done);
-    second.signal(Signal::SIGTERM);
-    first.wait_for("was stopped by SIGTERM; continuing without it");
-    first.wait_for("world 1 attempt 0");
-    second.finish().expect_exit(143);
-    let mut again = node(&daemon, "1:2", &done).start();
-    again.wait_for("world 2 attempt 0");
-    // The last one that is left stops the job, as one of fixed size.
-    first.signal(Signal::SIGINT);
-    first.finish().expect_exit(130);
-    again.wait_for("world 1 attempt 0");
-    again.signal(Signal::SIGINT);
-    again.finish().expect_exit(130);
-    daemon.stop().expect_exit(0);
-}
-
-#[test]
 fn a_node_that_hosts_the_rendezvous_takes_the_job_with_it() {
     let (port, dir) = (ReservedPort::new(), crate::harness::temp_dir());
     let (endpoint, done) = (port.endpoint.clone(), dir.path().join("done"));
@@ -139,7 +79,7 @@ fn a_node_that_hosts_the_rendezvous_takes_the_job_with_it() {
             .flag("--rdzv-id", "elastic")
             .flag("--rdzv-conf", "last_call_timeout=0.3")
             .flag("--node-rank", rank)
-            .env("DONE", done.to_str().expect("unicode"))
+            .env("DONE", &done)
             .shell(WORK)
     };
     let mut host = node("0").start();
@@ -150,49 +90,6 @@ fn a_node_that_hosts_the_rendezvous_takes_the_job_with_it() {
     host.signal(Signal::SIGTERM);
     host.finish().expect_exit(143);
     guest.finish().expect_exit(143);
-}
-
-#[test]
-fn a_spare_takes_the_place_of_a_lost_node() {
-    let (daemon, dir) = (Daemon::start(), crate::harness::temp_dir());
-    let done = dir.path().join("done");
-    let mut members = [
-        node(&daemon, "2:2", &done).start(),
-        node(&daemon, "2:2", &done).start(),
-    ];
-    for member in &mut members {
-        member.wait_for("world 2 attempt 0");
-    }
-    let mut spare = node(&daemon, "2:2", &done).start();
-    spare.wait_for("this node is on standby");
-    let [mut stays, goes] = members;
-    goes.signal(Signal::SIGKILL);
-    spare.wait_for("world 2 attempt 0");
-    stays.wait_for("world 2 attempt 0");
-    std::fs::write(&done, "").expect("writable");
-    for node in [stays, spare] {
-        node.finish().expect_exit(0);
-    }
-    goes.finish().expect_killed_by(Signal::SIGKILL);
-    daemon.stop().expect_exit(0);
-}
-
-#[test]
-fn a_node_that_says_nothing_is_lost_and_may_come_back() {
-    let (daemon, dir) = (Daemon::start(), crate::harness::temp_dir());
-    let done = dir.path().join("done");
-    let (mut first, mut second) = two_nodes(&daemon, &done);
-    // Frozen, its connection stays as it is: only the missing heartbeats tell.
-    second.signal(Signal::SIGSTOP);
-    first.wait_for("was lost: no heartbeat for 9.0 s");
-    first.wait_for("world 1 attempt 0");
-    second.signal(Signal::SIGCONT);
-    first.wait_for("world 2 attempt 0");
-    second.wait_for("world 2 attempt 0");
-    std::fs::write(&done, "").expect("writable");
-    first.finish().expect_exit(0);
-    second.finish().expect_exit(0);
-    daemon.stop().expect_exit(0);
 }
 
 /// The first number of a line.
@@ -227,18 +124,9 @@ fn growing_job(layout: &str) -> TinyJob {
     })
 }
 
-/// A node of `ranks` ranks, which read the same samples, is joined by a second node, and loses it
-/// again.
-fn grows_and_shrinks(ranks: u32, noun: &str, layout: &str) {
-    let undisturbed = growing_job(layout);
-    let alone = launch().nproc(ranks).dir(undisturbed.dir()).target("tiny.yaml");
-    alone.run().expect_exit(0);
-
-    let (daemon, job) = (Daemon::start(), growing_job(layout));
-    let start = || {
-        let node = elastic(&daemon, "1:2").nproc(ranks).dir(job.dir());
-        node.target("tiny.yaml").start()
-    };
+/// Two nodes of native training, of which the second joins when the first has made some steps, and the step at which
+/// the first stopped for it.
+fn joined(job: &TinyJob, start: impl Fn() -> Running) -> (Running, Running, u64) {
     let mut first = start();
     wait_for_step(&job.out(), 7);
     // Held, so that it is not done before the other node is there.
@@ -247,8 +135,23 @@ fn grows_and_shrinks(ranks: u32, noun: &str, layout: &str) {
     let second = start();
     first.wait_for("joined; continuing with 2 nodes");
     send(held, Signal::SIGCONT);
-    let left_at = first.wait_for("the checkpoint is saved");
-    let left_at = number_in(left_at.split_once("stopped after step").expect("the step").1);
+    let left_at = stopped_after(&mut first);
+    (first, second, left_at)
+}
+
+/// A node of `ranks` ranks, which read the same samples, is joined by a second node, and loses it
+/// again.
+fn grows_and_shrinks(ranks: u32, noun: &str, layout: &str) {
+    let undisturbed = growing_job(layout);
+    let alone = undisturbed.launch().nproc(ranks);
+    alone.run().expect_exit(0);
+
+    let (daemon, job) = (Daemon::start(), growing_job(layout));
+    let start = || {
+        let node = elastic(&daemon, "1:2").nproc(ranks).dir(job.dir());
+        node.target("tiny.yaml").start()
+    };
+    let (mut first, second, left_at) = joined(&job, start);
     first.wait_for(&format!(
         "continuing with 2 {noun}s instead of 1: 1 micro-batch per step on each, the global batch stays 4"
     ));
@@ -295,34 +198,18 @@ fn grows_and_shrinks(ranks: u32, noun: &str, layout: &str) {
 #[test]
 fn native_training_keeps_a_node_as_a_spare_if_it_cannot_make_its_global_batch_with_it() {
     // Micro-batches of a step: four, which two ranks and four ranks can share, but not six.
-    let job = || {
-        TinyJob::with(|yaml| {
-            let batch = "micro_batch: 2\n  grad_accumulation: 2\n  checkpoint_async: false";
-            let yaml = yaml.replace("micro_batch: 2", batch);
-            yaml.replace("steps: 40", "steps: 200")
-        })
-    };
-    let undisturbed = job();
-    let alone = launch().nproc(2).dir(undisturbed.dir()).target("tiny.yaml").run();
+    let undisturbed = growing_job("");
+    let alone = undisturbed.launch().nproc(2).run();
     alone.expect_exit(0);
 
-    let (daemon, job) = (Daemon::start(), job());
+    let (daemon, job) = (Daemon::start(), growing_job(""));
     let start = || {
         let node = elastic(&daemon, "1:3").nproc(2);
         node.dir(job.dir()).target("tiny.yaml").start()
     };
-    let mut first = start();
-    wait_for_step(&job.out(), 7);
-    // Held, so that it is not done before the other nodes are there.
-    let held = worker(first.pid(), "0");
-    send(held, Signal::SIGSTOP);
-    let second = start();
-    first.wait_for("joined; continuing with 2 nodes");
-    send(held, Signal::SIGCONT);
-    let left_at = first.wait_for("the checkpoint is saved");
-    let left_at = number_in(left_at.split_once("stopped after step").expect("the step").1);
+    let (mut first, second, left_at) = joined(&job, start);
     first.wait_for("continuing with 4 ranks instead of 2");
-    first.wait_for(&format!("200, resumed after step {left_at}"));
+    first.wait_for(&format!("400, resumed after step {left_at}"));
 
     // One step beyond a checkpoint of all.
     wait_for_step(&job.out(), left_at + 6);
@@ -341,7 +228,7 @@ fn native_training_keeps_a_node_as_a_spare_if_it_cannot_make_its_global_batch_wi
         send(pid, Signal::SIGCONT);
     }
     first.wait_for("was lost");
-    first.wait_for("200, resumed after");
+    first.wait_for("400, resumed after");
     first.finish().expect_exit(0);
     third.finish().expect_exit(0);
     second.finish().expect_killed_by(Signal::SIGKILL);
@@ -360,7 +247,7 @@ fn native_training_keeps_a_node_as_a_spare_if_it_cannot_make_its_global_batch_wi
 #[test]
 fn a_number_of_ranks_that_cannot_make_the_global_batch_ends_the_job_at_once() {
     let job = TinyJob::with(|yaml| yaml.replace("steps: 40", "steps: 2"));
-    let train = |ranks| launch().nproc(ranks).dir(job.dir()).target("tiny.yaml");
+    let train = |ranks| job.launch().nproc(ranks);
     train(2).run().expect_exit(0);
     let again = |ranks| train(ranks).set("run.resume=require").set("train.steps=4");
     again(3)
@@ -390,20 +277,18 @@ fn elastic_job() -> TinyJob {
 
 /// One node of a job of native training that does not wait for nodes that are known to have left.
 fn native_node(daemon: &Daemon, range: &str, job: &TinyJob) -> Launch {
-    launch()
+    job.launch()
         .flag("--nnodes", range)
         .flag("--rdzv-endpoint", &daemon.endpoint)
         .flag("--rdzv-id", "elastic")
         .flag("--rdzv-conf", "last_call_timeout=3600")
         .flag("--max-restarts", "0")
-        .dir(job.dir())
-        .target("tiny.yaml")
 }
 
 /// The losses of a run that nothing disturbed.
 fn undisturbed_losses() -> Vec<f64> {
     let job = elastic_job();
-    let alone = launch().nproc(2).dir(job.dir()).target("tiny.yaml").run();
+    let alone = job.launch().nproc(2).run();
     alone.expect_exit(0);
     losses(&job.out())
 }
@@ -469,10 +354,7 @@ fn native_training_that_was_stopped_resumes_when_the_same_job_is_started_again()
     second.finish().expect_exit(143);
 
     // Another job has to say that it means this run.
-    let other = launch()
-        .flag("--rdzv-id", "other")
-        .dir(job.dir())
-        .target("tiny.yaml");
+    let other = job.launch().flag("--rdzv-id", "other");
     other.run().expect_exit(2).expect_stderr("already holds a run");
 
     let start = |rank| {

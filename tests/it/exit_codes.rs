@@ -4,9 +4,6 @@ use nix::sys::signal::Signal;
 
 use crate::harness::{Daemon, ReservedPort, Running, TinyJob, launch, temp_dir};
 
-/// A worker that says it is there and then waits for ever.
-const WAITING: &str = "echo ready; exec sleep 1000";
-
 /// Rank 1 fails once rank 0 is ready, which says when it is asked to stop and goes on.
 const STUBBORN: &str = r#"[ "$RANK" = 1 ] && { until [ -e "$READY" ]; do sleep 0.02; done; exit 42; }
     trap "" INT; trap "echo asked" TERM; : >"$READY"; while :; do sleep 1000 & wait; done"#;
@@ -21,16 +18,6 @@ fn success_is_silent() {
         .run()
         .expect_exit(0)
         .expect_silence();
-}
-
-#[test]
-fn a_workers_own_code_is_passed_on() {
-    launch()
-        .nproc(2)
-        .shell("exit 42")
-        .run()
-        .expect_exit(42)
-        .expect_stderr("42");
 }
 
 #[test]
@@ -51,83 +38,6 @@ fn the_first_failure_is_named_and_victims_are_not_blamed() {
         .expect_exit(3)
         .expect_stderr("first failure: rank 0")
         .expect_stderr("cause of it all");
-}
-
-#[test]
-fn sigterm_ends_with_143_and_sigint_with_130() {
-    for (signal, code) in [(Signal::SIGTERM, 143), (Signal::SIGINT, 130)] {
-        let mut running = launch().nproc(2).shell(WAITING).start();
-        running.wait_for("[0] ready");
-        running.signal(signal);
-        running.finish().expect_exit(code);
-    }
-}
-
-#[test]
-fn a_second_signal_does_not_wait_for_stubborn_workers() {
-    let script = r#"trap "" TERM INT; echo ready; while :; do sleep 1000; done"#;
-    let mut running = launch()
-        .nproc(1)
-        .flag("--shutdown-timeout", "600")
-        .shell(script)
-        .start();
-    running.wait_for("[0] ready");
-    running.signal(Signal::SIGTERM);
-    running.signal(Signal::SIGINT);
-    // Signals that arrive together may be taken in any order.
-    let finished = running.finish();
-    let code = if finished.stderr().contains("SIGINT") {
-        130
-    } else {
-        143
-    };
-    finished.expect_exit(code);
-}
-
-#[test]
-fn stubborn_workers_are_killed_after_the_grace() {
-    let script = r#"trap "" TERM; echo ready; while :; do sleep 1000; done"#;
-    let mut running = launch()
-        .nproc(2)
-        .flag("--shutdown-timeout", "0.2")
-        .shell(script)
-        .start();
-    running.wait_for("[0] ready");
-    running.wait_for("[1] ready");
-    running.signal(Signal::SIGTERM);
-    running.finish().expect_exit(143);
-}
-
-#[test]
-fn programs_that_cannot_be_started_end_as_in_a_shell() {
-    let dir = temp_dir();
-    let absent = dir.path().join("absent");
-    let finished = launch()
-        .nproc(2)
-        .flag("--max-restarts", "3")
-        .target(&absent)
-        .run();
-    finished
-        .expect_exit(127)
-        .expect_stderr(&absent.display().to_string());
-    let text = dir.path().join("text");
-    std::fs::write(&text, "not a program").expect("writable");
-    launch()
-        .target(&text)
-        .run()
-        .expect_exit(126)
-        .expect_stderr(&text.display().to_string());
-}
-
-#[test]
-fn restarts_are_counted_and_bounded() {
-    let script = r#"echo "life $TORCHELASTIC_RESTART_COUNT of $TORCHELASTIC_MAX_RESTARTS"; exit 7"#;
-    let finished = launch().flag("--max-restarts", "2").shell(script).run();
-    finished.expect_exit(7);
-    assert_eq!(
-        finished.stdout(),
-        ["[0] life 0 of 2", "[0] life 1 of 2", "[0] life 2 of 2"]
-    );
 }
 
 #[test]
@@ -178,21 +88,6 @@ fn missing_nodes_give_75() {
 }
 
 #[test]
-fn nodes_that_disagree_give_76_on_both() {
-    let daemon = Daemon::start();
-    let node = || launch().node_of(2, &daemon.endpoint, "j");
-    let one = node().target("true").start();
-    let other = node().target("false").start();
-    for (node, own) in [(one, "true"), (other, "false")] {
-        node.finish()
-            .expect_exit(76)
-            .expect_stderr("nodes disagree on job `j`: `target` differs between ")
-            .expect_stderr(&format!("`target` on this node: `{own}`"));
-    }
-    daemon.stop().expect_exit(0);
-}
-
-#[test]
 fn nodes_that_disagree_learn_of_the_keys_that_differ_and_of_no_others() {
     let daemon = Daemon::start();
     let (job, other) = (
@@ -223,76 +118,12 @@ fn nodes_that_disagree_learn_of_the_keys_that_differ_and_of_no_others() {
     daemon.stop().expect_exit(0);
 }
 
-#[test]
-fn nodes_that_disagree_on_the_number_of_nodes_give_76() {
-    let daemon = Daemon::start();
-    let one = launch().node_of(2, &daemon.endpoint, "j").target("true").start();
-    let other = launch().node_of(3, &daemon.endpoint, "j").target("true").start();
-    one.finish().expect_exit(76).expect_stderr("--nnodes");
-    other.finish().expect_exit(76).expect_stderr("--nnodes");
-    daemon.stop().expect_exit(0);
-}
-
-#[test]
-fn one_nodes_failure_is_every_nodes_exit_code() {
-    let daemon = Daemon::start();
-    let node = |rank: &str| {
-        let script = r#"if [ "$RANK" = 1 ]; then exit 5; fi; exec sleep 1000"#;
-        launch()
-            .node_of(2, &daemon.endpoint, "j")
-            .flag("--node-rank", rank)
-            .shell(script)
-            .start()
-    };
-    let (one, other) = (node("0"), node("1"));
-    one.finish().expect_exit(5).expect_stderr("rank 1");
-    other.finish().expect_exit(5).expect_stderr("rank 1");
-    daemon.stop().expect_exit(0);
-}
-
-#[test]
-fn a_signal_to_one_node_ends_the_job_on_all() {
-    let daemon = Daemon::start();
-    let node = || launch().node_of(2, &daemon.endpoint, "j").shell(WAITING).start();
-    let (mut one, mut other) = (node(), node());
-    one.wait_for("ready");
-    other.wait_for("ready");
-    one.signal(Signal::SIGTERM);
-    one.finish().expect_exit(143);
-    other.finish().expect_exit(143);
-    daemon.stop().expect_exit(0);
-}
-
 /// Stops a launcher whose worker does not stop: what it says, and then the worker's end, follow the signals.
 fn insist(running: &mut Running, signal: Signal) {
     running.wait_for("[0] asked");
     running.signal(signal);
     running.wait_for("another signal kills them");
     running.insist(signal, "killing the workers");
-}
-
-#[test]
-fn a_signal_during_the_stop_after_a_failure_does_not_erase_it() {
-    for signal in [Signal::SIGINT, Signal::SIGTERM] {
-        let dir = temp_dir();
-        let ready = dir.path().join("ready");
-        let logs = dir.path().join("logs");
-        let mut running = launch()
-            .nproc(2)
-            .flag("--shutdown-timeout", "3600")
-            .flag("--log-dir", logs.to_str().expect("unicode"))
-            .env("READY", ready.to_str().expect("unicode"))
-            .shell(STUBBORN)
-            .start();
-        insist(&mut running, signal);
-        running
-            .finish()
-            .expect_exit(42)
-            .expect_stderr("first failure: rank 1")
-            .expect_stderr("rank 0: terminated by ddp-run (SIGKILL)");
-        let error = std::fs::read_to_string(logs.join("error.json")).expect("written");
-        assert!(error.contains(r#""exit_code": 42"#), "{error}");
-    }
 }
 
 #[test]
@@ -304,7 +135,7 @@ fn a_signal_to_one_node_after_a_failure_on_another_leaves_the_exit_code_the_same
             .node_of(2, &daemon.endpoint, "j")
             .flag("--node-rank", rank)
             .flag("--shutdown-timeout", "3600")
-            .env("READY", ready.to_str().expect("unicode"))
+            .env("READY", &ready)
             .shell(STUBBORN)
             .start()
     };

@@ -7,9 +7,9 @@ use std::time::{Duration, Instant};
 use ddp_worker::session::{Session, StoreError};
 use nix::sys::signal::Signal;
 
-use crate::harness::{Daemon, Launch, PATIENCE, Program, Running, eventually, launch, temp_dir};
+use crate::harness::{Daemon, Launch, PATIENCE, Running, ddp_rendezvous, eventually, launch, temp_dir};
 
-/// Set for workers that run a test of this binary, whose code is a worker's: the name of their node.
+/// The name of a worker's node.
 const NODE: &str = "DDP_TEST_NODE";
 /// Where they meet.
 const DIR: &str = "DDP_TEST_DIR";
@@ -17,9 +17,8 @@ const DIR: &str = "DDP_TEST_DIR";
 const LOOK: Duration = Duration::from_millis(20);
 
 /// `x` writes a key at once, and more of them until it is refused. `y` writes the same key when it is told to.
-#[test]
-fn role_writes_the_meeting() {
-    let Ok(node) = std::env::var(NODE) else { return };
+pub(crate) fn writes_the_meeting() {
+    let node = std::env::var(NODE).expect("a name");
     let dir = PathBuf::from(std::env::var_os(DIR).expect("a directory"));
     let session = Session::from_env().expect("started by a launcher");
     let soon = || Instant::now() + PATIENCE;
@@ -57,19 +56,14 @@ struct Split {
 
 impl Split {
     fn node(&self, name: &str) -> Launch {
-        let binary = std::env::current_exe().expect("this very program");
         launch()
-            .target(binary)
-            .target_args(&["fences::role_writes_the_meeting", "--exact", "--nocapture"])
+            .role("writes_the_meeting")
             .node_of(1, &self.endpoint, "split")
             .flag("--rdzv-conf", "is_host=false")
-            .flag(
-                "--event-log-handler",
-                self.events(name).to_str().expect("unicode"),
-            )
+            .flag("--event-log-handler", &self.events(name))
             .nproc(1)
             .env(NODE, name)
-            .env(DIR, self.dir.path().to_str().expect("unicode"))
+            .env(DIR, self.dir.path())
     }
 
     fn events(&self, name: &str) -> PathBuf {
@@ -126,7 +120,7 @@ fn a_daemon_with_a_ledger_waits_for_a_node_that_is_cut_off() {
     x.finish().expect_exit(0);
     let y = y.finish();
     y.expect_exit(0);
-    assert!(!y.transcript().contains("is rank 0"), "{}", y.transcript());
+    y.expect_no_stderr("is rank 0");
     daemon.stop().expect_exit(0);
     assert_eq!(split.assignments("x").len(), 1);
     assert!(split.assignments("y").is_empty());
@@ -158,9 +152,7 @@ fn two_daemons_of_one_state_directory_and_a_damaged_ledger_are_one_clear_message
     let daemon = Daemon::start_with("127.0.0.1:0", &flags);
     let second = || {
         let args = ["serve", "--listen", "127.0.0.1:0"].into_iter().chain(flags);
-        Program::new(env!("CARGO_BIN_EXE_ddp-rendezvous"))
-            .args(args.map(Into::into))
-            .run()
+        ddp_rendezvous().args(args).run()
     };
     second()
         .expect_exit(73)

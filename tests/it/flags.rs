@@ -2,9 +2,7 @@
 
 use std::fs;
 
-use nix::sys::signal::Signal;
-
-use crate::harness::{launch, repository, temp_dir};
+use crate::harness::{Launch, launch, repository, temp_dir};
 
 /// Prints one line on each stream.
 const TALK: &str = "echo out of $RANK; echo err of $RANK >&2";
@@ -15,8 +13,8 @@ fn redirected_output_is_in_files_and_teed_output_in_both() {
     let logs = dir.path().join("logs");
     let finished = launch()
         .nproc(3)
-        .flag("--log-dir", logs.to_str().expect("unicode"))
-        .words(&["-r", "0:3,1:1", "-t", "0:2"])
+        .flag("--log-dir", &logs)
+        .words(["-r", "0:3,1:1", "-t", "0:2"])
         .shell(TALK)
         .run();
     finished
@@ -43,7 +41,7 @@ fn a_second_run_leaves_the_log_files_of_the_first_one_alone() {
     let dir = temp_dir();
     for run in ["first", "second"] {
         launch()
-            .flag("--log-dir", dir.path().to_str().expect("unicode"))
+            .flag("--log-dir", dir.path())
             .flag("--max-restarts", "1")
             .shell(&format!(
                 "echo {run} $TORCHELASTIC_RESTART_COUNT; exit $((1 - TORCHELASTIC_RESTART_COUNT))"
@@ -65,8 +63,8 @@ fn a_rank_of_two_digits_can_be_redirected() {
     let dir = temp_dir();
     let finished = launch()
         .nproc(11)
-        .flag("--log-dir", dir.path().to_str().expect("unicode"))
-        .words(&["-r", "10:3"])
+        .flag("--log-dir", dir.path())
+        .words(["-r", "10:3"])
         .shell(TALK)
         .run();
     finished.expect_exit(0).expect_stdout("[9] out of 9");
@@ -78,7 +76,7 @@ fn the_console_shows_the_ranks_that_were_asked_for_under_their_prefix() {
     let dir = temp_dir();
     let finished = launch()
         .nproc(3)
-        .flag("--log-dir", dir.path().to_str().expect("unicode"))
+        .flag("--log-dir", dir.path())
         .flag("--local-ranks-filter", "1")
         .flag("--role", "trainer")
         .flag("--log-line-prefix-template", "[${role_name}${local_rank}]:")
@@ -97,20 +95,16 @@ fn raw_output_is_the_bytes_of_one_rank() {
     let script = r#"printf "$RANK\\r\\377\\n 10%%\\r"; head -c 3000000 /dev/zero; printf "words" >&2"#;
     let expected = [b"0\r\xff\n 10%\r".as_slice(), &vec![0; 3_000_000]].concat();
     for flags in [
-        &["--nproc-per-node", "1", "--output", "raw", "--"][..],
-        &[
-            "--nproc-per-node",
-            "2",
-            "--output",
-            "raw",
-            "--local-ranks-filter",
-            "0",
-            "--",
-        ],
+        "--nproc-per-node 1 --output raw --",
+        "--nproc-per-node 2 --output raw --local-ranks-filter 0 --",
     ] {
         let path = dir.path().join("out");
         let file = fs::File::create(&path).expect("writable");
-        let finished = launch().words(flags).stdout_to(file).shell(script).run();
+        let finished = launch()
+            .words(flags.split(' '))
+            .stdout_to(file)
+            .shell(script)
+            .run();
         finished.expect_exit(0);
         assert_eq!(finished.stderr().trim_end(), "words");
         assert!(fs::read(&path).expect("written") == expected, "bytes differ");
@@ -138,47 +132,12 @@ fn standard_input_reaches_rank_0() {
     let finished = launch()
         .nproc(2)
         .target("sh")
-        .target_args(&["-c", r#"read line; echo "$RANK read <$line>""#])
+        .target_args(["-c", r#"read line; echo "$RANK read <$line>""#])
         .input("hello\n")
         .run();
     finished
         .expect_stdout("[0] 0 read <hello>")
         .expect_stdout("[1] 1 read <>");
-}
-
-#[test]
-fn a_signal_on_the_forward_list_reaches_every_rank_and_stops_nothing() {
-    let script = r"trap 'echo got it; exit 0' USR1; echo ready; while :; do sleep 0.05; done";
-    let mut running = launch()
-        .nproc(2)
-        .flag("--forward-signals", "USR1")
-        .shell(script)
-        .start();
-    running.wait_for("[0] ready");
-    running.wait_for("[1] ready");
-    running.signal(Signal::SIGUSR1);
-    running
-        .finish()
-        .expect_exit(0)
-        .expect_stdout("[0] got it")
-        .expect_stdout("[1] got it");
-}
-
-#[test]
-fn exit_code_93_means_do_not_start_again() {
-    let finished = launch()
-        .nproc(2)
-        .flag("--max-restarts", "5")
-        .shell("exit 93")
-        .run();
-    finished
-        .expect_exit(93)
-        .expect_stderr("`sh` failed; a restart cannot help");
-    assert!(
-        !finished.stderr().contains("restarting "),
-        "{}",
-        finished.stderr()
-    );
 }
 
 #[test]
@@ -194,7 +153,7 @@ fn a_port_that_was_taken_costs_no_restart() {
     let script = r#"mkdir "$FIRST" || exit 0; echo "EADDRINUSE: port $MASTER_PORT" >&2; exit 1"#;
     let first = dir.path().join("first");
     let finished = launch()
-        .env("FIRST", first.to_str().expect("unicode"))
+        .env("FIRST", &first)
         .flag("--max-restarts", "0")
         .shell(script)
         .run();
@@ -217,7 +176,7 @@ fn a_master_port_that_is_taken_is_not_tried_again() {
     let hint = format!("leave it out (`ss -ltnp 'sport = :{port}'` shows who has it)");
     let launch = || launch().flag("--master-port", &port).flag("--max-restarts", "0");
     // The launcher hosts the store of what `--no-python` runs.
-    let hosted = launch().words(&["--no-python"]).shell("echo started").run();
+    let hosted = launch().words(["--no-python"]).shell("echo started").run();
     hosted
         .expect_exit(69)
         .expect_stderr(&format!(
@@ -241,8 +200,8 @@ fn the_failure_is_told_to_programs_and_to_the_launcher_above() {
 printf '{"message": {"message": "no data", "extraInfo": {"timestamp": "1"}}}' > "$TORCHELASTIC_ERROR_FILE"; exit 7"#;
     let finished = launch()
         .nproc(2)
-        .env("TORCHELASTIC_ERROR_FILE", above.to_str().expect("unicode"))
-        .flag("--log-dir", logs.to_str().expect("unicode"))
+        .env("TORCHELASTIC_ERROR_FILE", &above)
+        .flag("--log-dir", &logs)
         .shell(script)
         .run();
     finished.expect_exit(7).expect_stderr("no data");
@@ -263,7 +222,7 @@ fn events_are_lines_of_json() {
     let file = dir.path().join("events.jsonl");
     let finished = launch()
         .nproc(2)
-        .flag("--event-log-handler", file.to_str().expect("unicode"))
+        .flag("--event-log-handler", &file)
         .target("true")
         .run();
     finished.expect_exit(0);
@@ -289,15 +248,15 @@ fn a_script_can_be_run_as_a_program_and_a_module_by_python() {
     std::os::unix::fs::PermissionsExt::set_mode(&mut mode, 0o755);
     fs::set_permissions(&script, mode).expect("ours");
     launch()
-        .words(&["--no-python"])
+        .words(["--no-python"])
         .target(script)
         .run()
         .expect_exit(0)
         .expect_stdout("[0] a shell ran it");
     let dry = launch()
-        .words(&["--dry-run", "-m"])
+        .words(["--dry-run", "-m"])
         .target("pkg.train")
-        .target_args(&["--lr", "1"])
+        .target_args(["--lr", "1"])
         .run();
     dry.expect_exit(0).expect_stdout("python3 -u -m pkg.train --lr 1");
 }
@@ -306,7 +265,7 @@ fn a_script_can_be_run_as_a_program_and_a_module_by_python() {
 fn a_virtual_local_rank_sees_one_gpu() {
     let finished = launch()
         .nproc(2)
-        .words(&["--virtual-local-rank"])
+        .words(["--virtual-local-rank"])
         .env("CUDA_VISIBLE_DEVICES", "4,6")
         .shell("echo $LOCAL_RANK $DDP_LOCAL_RANK $CUDA_VISIBLE_DEVICES")
         .run();
@@ -321,7 +280,7 @@ fn a_dry_run_shows_sources_and_starts_nothing() {
     let dir = temp_dir();
     let finished = launch()
         .nproc(2)
-        .words(&["--dry-run"])
+        .words(["--dry-run"])
         .env("PET_MAX_RESTARTS", "7")
         .dir(dir.path())
         .target(repository("examples/single-node/train.yaml"))
@@ -349,7 +308,7 @@ fn a_dry_run_shows_no_secret() {
     let url = format!("https://user:{of_url}@host/model");
     let dry = || {
         launch()
-            .words(&["--dry-run"])
+            .words(["--dry-run"])
             .env("DDP_TOKEN", "0123456789abcdef0123456789abcdef")
     };
     let native = |set: &str| {
@@ -367,7 +326,7 @@ fn a_dry_run_shows_no_secret() {
         &url,
         &format!("--api-key={key}"),
     ];
-    let script = dry().target("sh").target_args(&arguments).run();
+    let script = dry().target("sh").target_args(arguments).run();
     script.expect_exit(0).expect_stdout("…");
     let unknown = [format!("data.api_key={key}"), format!("run.password={password}")].map(|set| native(&set));
     let dir = temp_dir();
@@ -401,7 +360,7 @@ fn a_dry_run_ends_like_a_launch_whose_program_cannot_be_started() {
 fn a_dry_run_says_where_variables_of_the_workers_come_from() {
     let finished = launch()
         .nproc(2)
-        .words(&["--dry-run", "--virtual-local-rank"])
+        .words(["--dry-run", "--virtual-local-rank"])
         .env("PET_ROLE", "trainer")
         .env("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
         // No other process gets the launcher's own cores.
@@ -441,14 +400,7 @@ fn a_dry_run_has_a_row_for_each_setting_that_is_given() {
     fs::write(&yaml, config).expect("writable");
     let finished = launch()
         .nproc(1)
-        .words(&[
-            "--dry-run",
-            "--redirects",
-            "0:1",
-            "--redirects=0:3",
-            "--hang-timeout",
-            "5",
-        ])
+        .words("--dry-run --redirects 0:1 --redirects=0:3 --hang-timeout 5".split(' '))
         .env("PET_HANG_TIMEOUT", "7")
         .env("PET_FORWARD_SIGNALS", "USR1,SIGUSR2")
         .target(yaml)
@@ -496,7 +448,7 @@ fn a_command_of_ddp_train_leads_there() {
 fn a_dry_run_tells_of_the_rendezvous_and_the_ranks_of_this_node() {
     let finished = launch()
         .nproc(2)
-        .words(&["--dry-run", "--nnodes", "3", "--node-rank", "1"])
+        .words(["--dry-run", "--nnodes", "3", "--node-rank", "1"])
         .flag("--rdzv-conf", "is_host=0,last_call_timeout=3")
         .env("PET_MASTER_ADDR", "node0")
         .target("true")
@@ -522,7 +474,7 @@ fn a_dry_run_tells_of_the_rendezvous_and_the_ranks_of_this_node() {
 fn a_dry_run_shows_the_variable_behind_each_value_of_a_batch_system() {
     let finished = launch()
         .nproc(1)
-        .words(&["--dry-run"])
+        .words(["--dry-run"])
         .env("SLURM_STEP_NUM_NODES", "3")
         .env("SLURM_STEP_NUM_TASKS", "3")
         .env("SLURM_STEP_NODELIST", "gpu[07-09]")
@@ -550,7 +502,7 @@ fn nodes_of_an_allocation_that_stay_unused_are_told_where_the_job_starts() {
     finished
         .expect_exit(0)
         .expect_stderr("running on 1 of the 4 nodes of Slurm job 12");
-    let meant = batch().words(&["--standalone"]).target("true").run();
+    let meant = batch().words(["--standalone"]).target("true").run();
     meant.expect_exit(0).expect_silence();
 }
 
@@ -599,9 +551,9 @@ fn log_files_without_a_place_are_nobody_elses() {
     let dir = temp_dir();
     for _ in 0..2 {
         let finished = launch()
-            .words(&["-r", "3"])
+            .words(["-r", "3"])
             .flag("--rdzv-id", "same")
-            .env("TMPDIR", dir.path().to_str().expect("unicode"))
+            .env("TMPDIR", dir.path())
             .shell(TALK)
             .run();
         finished.expect_exit(0).expect_stderr("log files are in `");
@@ -623,7 +575,7 @@ fn log_files_without_a_place_are_nobody_elses() {
 fn torchruns_details_of_the_rendezvous_are_taken_with_their_quotes() {
     // As a program passes it that quotes for a shell, though none reads it.
     let finished = launch()
-        .words(&[
+        .words([
             "--dry-run",
             "--rdzv-conf='join_timeout=5, last_call_timeout = \"1\",colour=red,read_timeout=60'",
         ])
@@ -644,7 +596,7 @@ fn what_torchrun_says_of_output_and_shutdown_holds() {
         .to_string_lossy()
         .into_owned();
     let finished = launch()
-        .flag("--log-dir", dir.path().to_str().expect("unicode"))
+        .flag("--log-dir", dir.path())
         .flag(
             "--log-line-prefix-template",
             "${hostname}:${rank}$$${group_rank} ",
@@ -682,7 +634,7 @@ fn what_torchrun_says_of_output_and_shutdown_holds() {
 fn a_double_dash_right_after_the_target_is_not_an_argument() {
     let said = |flags: &[&str], args: &[&str]| {
         let finished = launch()
-            .words(&["--no-python"])
+            .words(["--no-python"])
             .words(flags)
             .target("echo")
             .target_args(args)
@@ -692,4 +644,21 @@ fn a_double_dash_right_after_the_target_is_not_an_argument() {
     assert_eq!(said(&[], &["--", "--b", "--"]), "[0] --b --");
     assert_eq!(said(&[], &["a", "--", "--b"]), "[0] a -- --b");
     assert_eq!(said(&["--"], &["--", "--b"]), "[0] -- --b");
+}
+
+#[test]
+fn a_worker_that_changes_its_directory_keeps_its_error_file() {
+    let script = r#"cd /; echo '{"message": "no data in /"}' > "$TORCHELASTIC_ERROR_FILE"; exit 3"#;
+    let dir = temp_dir();
+    let run = |launch: Launch| {
+        let finished = launch.dir(dir.path()).shell(script).run();
+        finished.expect_exit(3).expect_stderr("no data in /");
+    };
+    run(launch().flag("--log-dir", "logs"));
+    run(launch().env("TMPDIR", "."));
+    let left = fs::read_dir(dir.path()).expect("readable").flatten();
+    let names: Vec<_> = left.map(|entry| entry.file_name()).collect();
+    assert_eq!(names, ["logs"], "the folder of error files is removed");
+    // Files were asked for, but no place.
+    run(launch().env("TMPDIR", ".").words(["-r", "3"]));
 }

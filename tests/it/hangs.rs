@@ -8,12 +8,11 @@ use crate::harness::{ReservedPort, TinyJob, eventually, launch, wait_for_step, w
 #[test]
 fn a_native_rank_that_is_stopped_is_lost_and_the_other_one_says_whom_it_waits_for() {
     let job = TinyJob::with(|text| text.replace("steps: 40", "steps: 1000000"));
-    let running = launch()
+    let running = job
+        .launch()
         .nproc(2)
-        .dir(job.dir())
         .flag("--hang-timeout", "6")
         .flag("--max-restarts", "0")
-        .target("tiny.yaml")
         .start();
     wait_for_step(&job.out(), 3);
     let victim = worker(running.pid(), "1");

@@ -6,15 +6,15 @@ use std::path::Path;
 use nix::sys::signal::Signal;
 use serde_json::Value;
 
-use crate::harness::{Finished, Program, Running, TinyJob, launch, repository, temp_dir};
+use crate::harness::{Finished, Program, Running, TinyJob, ddp_train, repository, temp_dir};
 
-fn program(dir: &Path, words: &[&str]) -> Program {
-    let program = Program::new(env!("CARGO_BIN_EXE_ddp-train")).dir(dir);
-    program.args(words.iter().map(|&word| word.into()))
+/// The command in `line`, whose words are separated by spaces.
+fn program(dir: &Path, line: &str) -> Program {
+    ddp_train().dir(dir).args(line.split(' '))
 }
 
-fn ddp_train(dir: &Path, words: &[&str]) -> Finished {
-    program(dir, words).run()
+fn run(dir: &Path, line: &str) -> Finished {
+    program(dir, line).run()
 }
 
 fn json(finished: &Finished) -> Value {
@@ -30,12 +30,7 @@ fn trained() -> TinyJob {
             .replace("checkpoint_every: 5", "checkpoint_every: 50")
             .replace("lr: 1.0e-3", "lr: 1.0e-2")
     });
-    launch()
-        .nproc(2)
-        .dir(job.dir())
-        .target("tiny.yaml")
-        .run()
-        .expect_exit(0);
+    job.launch().nproc(2).run().expect_exit(0);
     job
 }
 
@@ -49,21 +44,18 @@ fn sequence(first: u8, count: usize) -> String {
 #[test]
 fn a_trained_model_continues_its_text() {
     let job = trained();
-    let words = ["generate", "out", "--prompt", "012345", "--temperature", "0"];
-    let made = ddp_train(job.dir(), &[&words[..], &["--max-tokens", "120"]].concat());
+    let words = "generate out --prompt 012345 --temperature 0";
+    let made = run(job.dir(), &format!("{words} --max-tokens 120"));
     made.expect_exit(0).expect_stderr("120 tokens, ");
     made.expect_stderr(" tokens/s, the first after ");
     assert_eq!(made.stdout().concat(), sequence(b'0', 126));
     // From standard input, and of an earlier step, which knows less.
-    let made = program(
-        job.dir(),
-        &["generate", "out", "--prompt", "-", "--temperature", "0"],
-    );
+    let made = program(job.dir(), "generate out --prompt - --temperature 0");
     let made = made.input("ABC").run();
     made.expect_exit(0);
     assert_eq!(made.stdout().concat(), sequence(b'A', 203));
-    let words = [&words[..], &["--step", "50", "--json", "--max-tokens", "20"]].concat();
-    let shown = json(&ddp_train(job.dir(), &words));
+    let words = format!("{words} --step 50 --json --max-tokens 20");
+    let shown = json(&run(job.dir(), &words));
     assert_eq!(
         (&shown["prompt"], &shown["tokens"]),
         (&"012345".into(), &20.into())
@@ -73,22 +65,14 @@ fn a_trained_model_continues_its_text() {
 }
 
 #[test]
-fn the_same_seed_makes_the_same_text_and_another_one_another() {
+fn a_text_can_be_made_again_by_the_seed_that_is_shown() {
     let job = trained();
-    let text = |seed: &str| {
-        let hot = ["--temperature", "3", "--max-tokens", "50", "--json"];
-        let words = [&["generate", "out", "--prompt", "0", "--seed", seed], &hot[..]].concat();
-        json(&ddp_train(job.dir(), &words))["text"].clone()
-    };
-    assert_eq!(text("1"), text("1"));
-    assert_ne!(text("1"), text("2"));
-    // Without one it is shown, so that the text can be made again.
-    let words = ["generate", "out", "--prompt", "0", "--temperature", "3"];
-    let made = ddp_train(job.dir(), &words);
+    let words = "generate out --prompt 0 --temperature 3";
+    let made = run(job.dir(), words);
     made.expect_exit(0);
     let report = made.stderr();
     let seed = report.trim().rsplit(' ').next().expect("a seed");
-    let again = ddp_train(job.dir(), &[&words[..], &["--seed", seed]].concat());
+    let again = run(job.dir(), &format!("{words} --seed {seed}"));
     assert_eq!(again.stdout(), made.stdout());
 }
 
@@ -98,7 +82,7 @@ fn evaluation_says_what_the_run_said() {
     let summary = std::fs::read(job.out().join("summary.json")).expect("a summary");
     let summary: Value = serde_json::from_slice(&summary).expect("JSON");
     let expected = summary["val_loss"].as_f64().expect("a loss");
-    let shown = json(&ddp_train(job.dir(), &["eval", "out", "--json"]));
+    let shown = json(&run(job.dir(), "eval out --json"));
     let loss = shown["loss"].as_f64().expect("a loss");
     assert!((loss - expected).abs() < 1e-12, "{loss}, the run said {expected}");
     assert_eq!(
@@ -107,7 +91,7 @@ fn evaluation_says_what_the_run_said() {
     );
     // A tenth of 8192 bytes is 819, of which the last 19 make no sample of 32 and a target.
     assert_eq!(shown["tokens"], 800);
-    let shown = ddp_train(job.dir(), &["eval", "out"]);
+    let shown = run(job.dir(), "eval out");
     shown
         .expect_exit(0)
         .expect_stdout("text.txt: its last tenth, held out of training")
@@ -116,29 +100,17 @@ fn evaluation_says_what_the_run_said() {
         .expect_stdout(&format!("bits per byte  {:.4}", expected / 2_f64.ln()))
         .expect_stdout("tokens         800, in samples of 32");
     // The same text by its name, in other portions, and a part of it.
-    let words = [
-        "eval",
-        "out/checkpoints/step_00000150",
-        "--json",
-        "--data",
-        "text.txt",
-    ];
-    let whole = json(&ddp_train(job.dir(), &words));
+    let words = "eval out/checkpoints/step_00000150 --json --data text.txt";
+    let whole = json(&run(job.dir(), words));
     assert_eq!(
         (&whole["tokens"], &whole["held_out"]),
         (&8160.into(), &false.into())
     );
-    let part = json(&ddp_train(
-        job.dir(),
-        &[&words[..], &["--tokens", "100", "--micro-batch", "3"]].concat(),
-    ));
+    let part = json(&run(job.dir(), &format!("{words} --tokens 100 --micro-batch 3")));
     assert_eq!(part["tokens"], 128);
     // Another text is another matter.
     std::fs::write(job.dir().join("other.txt"), "zyx".repeat(50)).expect("writable");
-    let other = json(&ddp_train(
-        job.dir(),
-        &["eval", "out", "--json", "--data", "other.txt", "text.txt"],
-    ));
+    let other = json(&run(job.dir(), "eval out --json --data other.txt text.txt"));
     assert!(other["loss"].as_f64() > whole["loss"].as_f64());
     assert_eq!(other["files"], 2);
 }
@@ -146,43 +118,35 @@ fn evaluation_says_what_the_run_said() {
 /// A run that is there.
 fn trained_for_a_step() -> TinyJob {
     let job = TinyJob::with(|yaml| yaml.replace("steps: 40", "steps: 1"));
-    launch()
-        .nproc(1)
-        .dir(job.dir())
-        .target("tiny.yaml")
-        .run()
-        .expect_exit(0);
+    job.launch().nproc(1).run().expect_exit(0);
     job
 }
 
 #[test]
 fn what_cannot_be_done_is_refused_in_words() {
     let job = trained_for_a_step();
-    let refused = |words: &[&str], said: &str| {
-        ddp_train(job.dir(), words).expect_exit(2).expect_stderr(said);
+    let refused = |line: &str, said: &str| {
+        run(job.dir(), line).expect_exit(2).expect_stderr(said);
     };
+    refused("generate nowhere --prompt a", "error: `nowhere` does not exist");
+    refused("eval .", "error: `.` holds no checkpoint");
     refused(
-        &["generate", "nowhere", "--prompt", "a"],
-        "error: `nowhere` does not exist",
-    );
-    refused(&["eval", "."], "error: `.` holds no checkpoint");
-    refused(
-        &["eval", "."],
+        "eval .",
         "hint: pass one of the runs in this directory, newest first: `./out`",
     );
-    refused(&["eval", "out", "--step", "7"], "holds no checkpoint");
-    refused(&["generate", "out"], "--prompt <TEXT>");
+    refused("eval out --step 7", "holds no checkpoint");
+    refused("generate out", "--prompt <TEXT>");
     refused(
-        &["generate", "out", "--prompt", ""],
+        "generate out --prompt=",
         "error: the prompt has 0 tokens, and the model takes 1 to 32",
     );
     refused(
-        &["generate", "out", "--prompt", "a", "--temperature", "-1"],
+        "generate out --prompt a --temperature -1",
         "invalid value '-1' for '--temperature <T>': expected a number of at least 0, such as 0.8",
     );
     let long = "x".repeat(33);
     refused(
-        &["generate", "out", "--prompt", &long],
+        &format!("generate out --prompt {long}"),
         "error: the prompt has 33 tokens, and the model takes 1 to 32",
     );
     let share = "expected a number above 0 and at most 1, such as 0.9";
@@ -204,62 +168,41 @@ fn what_cannot_be_done_is_refused_in_words() {
         ("--precision", "int4", "expected `f32` or `bf16`"),
     ] {
         let flag = format!("{flag}={value}");
-        refused(&["generate", "out", "--prompt", "a", &flag], said);
+        refused(&format!("generate out --prompt a {flag}"), said);
     }
 }
 
 #[test]
 fn data_and_tokenizers_that_do_not_fit_are_refused_in_words() {
     let job = trained_for_a_step();
-    let refused = |words: &[&str], said: &str| {
-        ddp_train(job.dir(), words).expect_exit(2).expect_stderr(said);
+    let refused = |line: &str, said: &str| {
+        run(job.dir(), line).expect_exit(2).expect_stderr(said);
     };
     // A tokenizer with more tokens than the model: the first one that it does not know is named.
-    let words = [
-        "generate",
-        "out",
-        "--prompt",
-        "Hello world",
-        "--tokenizer",
-        "gpt2",
-    ];
-    refused(
-        &words,
-        "error: token 15496 is outside of the model's vocabulary of 256",
-    );
+    let words = ["--prompt", "Hello world", "--tokenizer", "gpt2"];
+    let unknown = program(job.dir(), "generate out").args(words).run();
+    unknown
+        .expect_exit(2)
+        .expect_stderr("error: token 15496 is outside of the model's vocabulary of 256");
     std::fs::write(job.dir().join("short.txt"), "too short").expect("writable");
     refused(
-        &["eval", "out", "--data", "short.txt"],
+        "eval out --data short.txt",
         "error: `short.txt` has 9 tokens, a sample of this model needs 33",
     );
     refused(
-        &["eval", "out", "--data", "none.txt"],
+        "eval out --data none.txt",
         "error: `none.txt` cannot be read: No such file or directory",
     );
     refused(
-        &["eval", "out", "--data", "none.txt"],
+        "eval out --data none.txt",
         "hint: relative paths after `--data` are resolved from the current directory",
     );
     // Tokens that the model does not know are met in a file, too.
     std::fs::write(job.dir().join("words.txt"), "Hello world ".repeat(50)).expect("writable");
-    let made = [
-        "tokenize",
-        "--tokenizer",
-        "gpt2",
-        "-o",
-        "words.safetensors",
-        "words.txt",
-    ];
-    ddp_train(job.dir(), &made).expect_exit(0);
+    let made = "tokenize --tokenizer gpt2 -o words.safetensors words.txt";
+    run(job.dir(), made).expect_exit(0);
     refused(
-        &[
-            "eval",
-            "out",
-            "--tokenizer",
-            "gpt2",
-            "--data",
-            "words.safetensors",
-        ],
+        "eval out --tokenizer gpt2 --data words.safetensors",
         "error: token 50256 is outside of the model's vocabulary of 256",
     );
     // The run's own data, changed and gone.
@@ -269,14 +212,11 @@ fn data_and_tokenizers_that_do_not_fit_are_refused_in_words() {
         .replace('7', "8");
     std::fs::write(&text, changed).expect("writable");
     refused(
-        &["eval", "out"],
+        "eval out",
         "text.txt` has changed since the run was trained on it",
     );
     std::fs::remove_file(&text).expect("ours");
-    refused(
-        &["eval", "out"],
-        "hint: pass the text or the token files with `--data`",
-    );
+    refused("eval out", "hint: pass the text or the token files with `--data`");
 }
 
 #[test]
@@ -284,23 +224,14 @@ fn validation_data_that_has_changed_is_refused() {
     let job = TinyJob::with(|yaml| yaml.replace("steps: 40", "steps: 1"));
     let val = job.dir().join("val.txt");
     std::fs::write(&val, "0123456789".repeat(20)).expect("writable");
-    launch()
-        .nproc(1)
-        .dir(job.dir())
-        .set("data.val=val.txt")
-        .target("tiny.yaml")
-        .run()
-        .expect_exit(0);
-    assert_eq!(
-        json(&ddp_train(job.dir(), &["eval", "out", "--json"]))["tokens"],
-        192
-    );
+    job.launch().nproc(1).set("data.val=val.txt").run().expect_exit(0);
+    assert_eq!(json(&run(job.dir(), "eval out --json"))["tokens"], 192);
     std::fs::write(&val, "0123456788".repeat(20)).expect("writable");
-    ddp_train(job.dir(), &["eval", "out"])
+    run(job.dir(), "eval out")
         .expect_exit(2)
         .expect_stderr("val.txt` has changed since the run validated on it: it has 200 tokens, hash ");
-    let named = ["eval", "out", "--data", "val.txt"];
-    ddp_train(job.dir(), &named).expect_exit(0);
+    let named = "eval out --data val.txt";
+    run(job.dir(), named).expect_exit(0);
 }
 
 #[test]
@@ -309,17 +240,9 @@ fn a_model_that_has_diverged_is_refused() {
         yaml.replace("steps: 40", "steps: 1")
             .replace("lr: 1.0e-3", "lr: 1.0e+38")
     });
-    launch()
-        .nproc(1)
-        .dir(job.dir())
-        .target("tiny.yaml")
-        .run()
-        .expect_exit(0);
-    for (words, what) in [
-        (&["eval", "out"][..], "losses"),
-        (&["generate", "out", "--prompt", "0"], "logits"),
-    ] {
-        ddp_train(job.dir(), words)
+    job.launch().nproc(1).run().expect_exit(0);
+    for (words, what) in [("eval out", "losses"), ("generate out --prompt 0", "logits")] {
+        run(job.dir(), words)
             .expect_exit(2)
             .expect_stderr(&format!("error: the model's {what} are not finite"))
             .expect_stderr("hint: training had diverged before this checkpoint");
@@ -340,21 +263,9 @@ fn trained_on_words() -> TinyJob {
         "model": {"type": "WordLevel", "vocab": {"[UNK]": 0, "red": 1, "green": 2, "blue": 3}, "unk_token": "[UNK]"}}"#;
     std::fs::write(job.dir().join("words.json"), words).expect("writable");
     std::fs::write(job.dir().join("words.txt"), "red green blue ".repeat(100)).expect("writable");
-    let made = [
-        "tokenize",
-        "--tokenizer",
-        "words.json",
-        "-o",
-        "words.safetensors",
-        "words.txt",
-    ];
-    ddp_train(job.dir(), &made).expect_exit(0);
-    launch()
-        .nproc(1)
-        .dir(job.dir())
-        .target("tiny.yaml")
-        .run()
-        .expect_exit(0);
+    let made = "tokenize --tokenizer words.json -o words.safetensors words.txt";
+    run(job.dir(), made).expect_exit(0);
+    job.launch().nproc(1).run().expect_exit(0);
     job
 }
 
@@ -362,18 +273,8 @@ fn trained_on_words() -> TinyJob {
 fn a_word_that_is_named_ends_the_text() {
     let job = trained_on_words();
     let ended = |word: &str| {
-        let words = [
-            "generate",
-            "out",
-            "--prompt",
-            "red",
-            "--json",
-            "--seed",
-            "1",
-            "--end-of-text",
-            word,
-        ];
-        ddp_train(job.dir(), &words)
+        let words = format!("generate out --prompt red --json --seed 1 --end-of-text {word}");
+        run(job.dir(), &words)
     };
     let shown = json(&ended("blue"));
     assert_eq!(shown["ended_by"], "end_of_text", "{shown}");
@@ -392,16 +293,8 @@ fn a_tokenizer_of_a_file_is_found_again() {
     let file = job.dir().join("words.json");
     let elsewhere = temp_dir();
     let out = job.out().display().to_string();
-    let words = [
-        "generate",
-        &out,
-        "--prompt",
-        "red green",
-        "--json",
-        "--max-tokens",
-        "20",
-    ];
-    let shown = json(&ddp_train(elsewhere.path(), &words));
+    let words = format!("generate {out} --json --max-tokens 20 --prompt red");
+    let shown = json(&run(elsewhere.path(), &words));
     let text = shown["text"].as_str().expect("a text");
     assert!(
         text.split_whitespace()
@@ -411,27 +304,27 @@ fn a_tokenizer_of_a_file_is_found_again() {
     // Gone, it has to be named.
     let moved = job.dir().join("moved.json");
     std::fs::rename(&file, &moved).expect("ours");
-    ddp_train(elsewhere.path(), &words)
+    run(elsewhere.path(), &words)
         .expect_exit(2)
         .expect_stderr("error: the run's tokenizer is not available")
         .expect_stderr("hint: set it with `--tokenizer bytes`");
     let moved = moved.display().to_string();
-    let shown = ddp_train(elsewhere.path(), &[&words[..], &["--tokenizer", &moved]].concat());
+    let shown = run(elsewhere.path(), &format!("{words} --tokenizer {moved}"));
     json(&shown);
     // Another one in its place is none.
     let other = std::fs::read_to_string(&moved)
         .expect("readable")
         .replace("blue", "grey");
     std::fs::write(&file, other).expect("writable");
-    ddp_train(elsewhere.path(), &words)
+    run(elsewhere.path(), &words)
         .expect_exit(2)
         .expect_stderr("words.json` has changed since the run, which used a file with hash ");
 }
 
 /// A text without an end.
 fn endless(job: &TinyJob, stdout: std::io::PipeWriter) -> Running {
-    let words = ["generate", "out", "--prompt", "012", "--max-tokens", "1000000000"];
-    program(job.dir(), &words)
+    let words = "generate out --prompt 012 --max-tokens 1000000000";
+    program(job.dir(), words)
         .stdout_to(std::os::fd::OwnedFd::from(stdout).into())
         .start()
 }
@@ -439,12 +332,7 @@ fn endless(job: &TinyJob, stdout: std::io::PipeWriter) -> Running {
 #[test]
 fn the_text_streams_and_ends_quietly_with_its_reader_or_by_an_interrupt() {
     let job = TinyJob::with(|yaml| yaml.replace("steps: 40", "steps: 1"));
-    launch()
-        .nproc(1)
-        .dir(job.dir())
-        .target("tiny.yaml")
-        .run()
-        .expect_exit(0);
+    job.launch().nproc(1).run().expect_exit(0);
     for is_interrupted in [false, true] {
         let (mut reader, writer) = std::io::pipe().expect("a pipe");
         let running = endless(&job, writer);
@@ -475,35 +363,17 @@ fn gpt2s_tokens_come_back_as_text() {
     });
     let text = std::fs::read(repository("examples/data/python-reference.txt")).expect("readable");
     std::fs::write(job.dir().join("a.txt"), &text[..24 << 10]).expect("writable");
-    let made = ["tokenize", "--tokenizer", "gpt2", "-o", "a.safetensors", "a.txt"];
-    ddp_train(job.dir(), &made).expect_exit(0);
-    launch()
-        .nproc(1)
-        .dir(job.dir())
-        .target("tiny.yaml")
-        .run()
-        .expect_exit(0);
-    let words = [
-        "generate",
-        "out",
-        "--prompt",
-        "Hello world",
-        "--json",
-        "--max-tokens",
-        "30",
-        "--top-k",
-        "40",
-    ];
-    let shown = json(&ddp_train(job.dir(), &words));
+    let made = "tokenize --tokenizer gpt2 -o a.safetensors a.txt";
+    run(job.dir(), made).expect_exit(0);
+    job.launch().nproc(1).run().expect_exit(0);
+    let made = program(job.dir(), "generate out --json --max-tokens 30 --top-k 40");
+    let shown = json(&made.args(["--prompt", "Hello world"]).run());
     assert_eq!(shown["prompt_tokens"], 2);
     assert!(!shown["text"].as_str().expect("a text").is_empty());
     // A held-out tenth of a token file does not know its bytes; the whole file does.
-    let shown = json(&ddp_train(job.dir(), &["eval", "out", "--json"]));
+    let shown = json(&run(job.dir(), "eval out --json"));
     assert_eq!(shown["bits_per_byte"], Value::Null);
-    let shown = json(&ddp_train(
-        job.dir(),
-        &["eval", "out", "--json", "--data", "a.safetensors"],
-    ));
+    let shown = json(&run(job.dir(), "eval out --json --data a.safetensors"));
     let number = |key: &str| shown[key].as_f64().expect("a number");
     let expected = number("loss") / 2_f64.ln() / number("bytes_per_token");
     assert!((number("bits_per_byte") - expected).abs() < 1e-12);

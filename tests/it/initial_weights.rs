@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use crate::harness::{Program, TinyJob, launch, metrics, parameters};
+use crate::harness::{TinyJob, ddp_train, launch, metrics, parameters};
 
 /// A job that begins with the weights in `weights`, which a run of its own shape has left there.
 fn job_with_weights() -> TinyJob {
@@ -17,8 +17,8 @@ fn job_with_weights() -> TinyJob {
         .target("tiny.yaml");
     train.run().expect_exit(0);
     let words = ["ckpt", "export", "first", "--to", "weights"];
-    let export = Program::new(env!("CARGO_BIN_EXE_ddp-train")).dir(job.dir());
-    export.args(words.map(Into::into)).run().expect_exit(0);
+    let export = ddp_train().dir(job.dir());
+    export.args(words).run().expect_exit(0);
     job
 }
 
@@ -66,7 +66,7 @@ fn exported_weights_are_begun_with_once() {
 fn weights_that_do_not_fit_are_refused_before_anything_starts() {
     let job = job_with_weights();
     let refused = |set: &str| {
-        let launch = launch().nproc(2).dir(job.dir()).set(set).target("tiny.yaml");
+        let launch = job.launch().nproc(2).set(set);
         let finished = launch.run();
         finished.expect_exit(2);
         assert!(!job.out().exists(), "a folder was made for a run that never was");

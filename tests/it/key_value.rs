@@ -6,23 +6,10 @@ use std::time::{Duration, Instant};
 use ddp_worker::collective::{Failure, RankInfo, connect};
 use ddp_worker::session::{KeyValue, MemoryStore, Session, StoreError};
 
-use crate::harness::{Daemon, Launch, PATIENCE, Proxy, launch};
+use crate::harness::{Daemon, PATIENCE, Proxy, launch};
 
-/// Workers that run a test of this binary, whose code is a worker's.
-fn playing(role: &str) -> Launch {
-    let binary = std::env::current_exe().expect("this very program");
-    launch()
-        .target(binary)
-        .target_args(&[&format!("key_value::{role}"), "--exact", "--nocapture"])
-        .env(ROLE, role)
-}
-
-const ROLE: &str = "DDP_TEST_ROLE";
-
-/// The session of a worker that plays `role`; none in a run of all tests.
-fn session_of(role: &str) -> Option<Session> {
-    let plays = std::env::var(ROLE).is_ok_and(|played| played == role);
-    plays.then(|| Session::from_env().expect("started by a launcher"))
+fn session() -> Session {
+    Session::from_env().expect("started by a launcher")
 }
 
 fn rank_of(session: &Session) -> usize {
@@ -92,18 +79,17 @@ fn a_store_in_memory_keeps_the_contract() {
     keeps_its_contract(&MemoryStore::default());
 }
 
-#[test]
-fn role_keeps_the_contract() {
-    if let Some(session) = session_of("role_keeps_the_contract") {
-        keeps_its_contract(session.store().as_ref());
-        println!("all is kept");
-        session.shutdown();
-    }
+pub(crate) fn keeps_the_contract() {
+    let session = session();
+    keeps_its_contract(session.store().as_ref());
+    println!("all is kept");
+    session.shutdown();
 }
 
 #[test]
 fn the_store_behind_the_control_socket_keeps_the_contract() {
-    playing("role_keeps_the_contract")
+    launch()
+        .role("keeps_the_contract")
         .nproc(1)
         .run()
         .expect_exit(0)
@@ -111,11 +97,8 @@ fn the_store_behind_the_control_socket_keeps_the_contract() {
 }
 
 /// The last rank comes when the others have waited for it for 300 ms, in slices that are shorter.
-#[test]
-fn role_comes_late() {
-    let Some(session) = session_of("role_comes_late") else {
-        return;
-    };
+pub(crate) fn comes_late() {
+    let session = session();
     if rank_of(&session) == 2 {
         let late = Instant::now() + Duration::from_millis(300);
         assert_eq!(session.store().get("never", late), Ok(None));
@@ -127,7 +110,7 @@ fn role_comes_late() {
 
 #[test]
 fn a_rank_that_comes_late_is_waited_for() {
-    let finished = playing("role_comes_late").nproc(3).run();
+    let finished = launch().role("comes_late").nproc(3).run();
     finished.expect_exit(0);
     for rank in 0..3 {
         finished.expect_stdout(&format!("rank {rank} is connected"));
@@ -135,11 +118,8 @@ fn a_rank_that_comes_late_is_waited_for() {
 }
 
 /// All start together, but rank 1 does not connect.
-#[test]
-fn role_misses_rank_1() {
-    let Some(session) = session_of("role_misses_rank_1") else {
-        return;
-    };
+pub(crate) fn misses_rank_1() {
+    let session = session();
     let (store, deadline) = (session.store(), Instant::now() + PATIENCE);
     let key = |rank: usize| format!("here/{rank}");
     let rank = rank_of(&session);
@@ -156,7 +136,7 @@ fn role_misses_rank_1() {
 
 #[test]
 fn only_the_rank_that_is_missing_at_set_up_is_named() {
-    let finished = playing("role_misses_rank_1").nproc(4).run();
+    let finished = launch().role("misses_rank_1").nproc(4).run();
     finished.expect_exit(0);
     for rank in [0, 2, 3] {
         finished.expect_stdout(&format!("rank {rank}: TimedOut {{ waiting_for: [1], "));
@@ -164,11 +144,8 @@ fn only_the_rank_that_is_missing_at_set_up_is_named() {
 }
 
 /// Connects while the daemon is out of reach.
-#[test]
-fn role_meets_an_outage() {
-    let Some(session) = session_of("role_meets_an_outage") else {
-        return;
-    };
+pub(crate) fn meets_an_outage() {
+    let session = session();
     println!("rank {} is at work", rank_of(&session));
     let away = loop {
         match session.store().get("never", Instant::now()) {
@@ -187,7 +164,8 @@ fn role_meets_an_outage() {
 fn ranks_find_each_other_when_the_daemon_is_back() {
     let daemon = Daemon::start();
     let wire = Proxy::to(&daemon.endpoint);
-    let mut node = playing("role_meets_an_outage")
+    let mut node = launch()
+        .role("meets_an_outage")
         .node_of(1, &wire.endpoint(), "outage")
         .flag("--rdzv-conf", "is_host=false")
         .nproc(2)

@@ -9,7 +9,7 @@ use crate::harness::{
 };
 
 fn train(job: &TinyJob) -> Running {
-    launch().nproc(2).dir(job.dir()).target("tiny.yaml").start()
+    job.launch().nproc(2).start()
 }
 
 /// The shared memory that a process maps, by name. What has no name in a file system is gone with its processes.
@@ -60,12 +60,7 @@ fn a_killed_worker_changes_nothing_in_the_result() {
 #[test]
 fn survivors_report_the_cause() {
     let job = TinyJob::with(|yaml| yaml.replace("steps: 40", "steps: 100000"));
-    let running = launch()
-        .nproc(2)
-        .flag("--max-restarts", "0")
-        .dir(job.dir())
-        .target("tiny.yaml")
-        .start();
+    let running = job.launch().nproc(2).flag("--max-restarts", "0").start();
     wait_for_step(&job.out(), 3);
     kill(Pid::from_raw(worker(running.pid(), "1")), Signal::SIGKILL).expect("a living worker");
     running
@@ -92,45 +87,6 @@ fn a_killed_launcher_leaves_no_worker_and_no_shared_memory() {
         let ours = |pid: &&i32| environment_of(**pid).contains_key("DDP_JOB_MARKER");
         family.iter().find(ours).is_none().then_some(())
     });
-}
-
-#[test]
-fn a_graceful_stop_ends_at_a_step_boundary() {
-    let job = TinyJob::with(|yaml| yaml.replace("steps: 40", "steps: 100000"));
-    let running = train(&job);
-    wait_for_step(&job.out(), 7);
-    running.signal(Signal::SIGTERM);
-    running
-        .finish()
-        .expect_exit(143)
-        .expect_stderr("resume with `--set run.resume=auto --set run.out_dir=out`");
-    let reached = metrics(&job.out()).len();
-    let resume = launch()
-        .nproc(2)
-        .dir(job.dir())
-        .set("run.resume=require")
-        .set(&format!("train.steps={}", reached + 3));
-    resume.target("tiny.yaml").run().expect_exit(0);
-    assert_eq!(metrics(&job.out()).len(), reached + 3);
-}
-
-#[test]
-fn a_stop_without_time_to_save_says_so() {
-    let job = TinyJob::with(|yaml| yaml.replace("steps: 40", "steps: 100000"));
-    let running = launch()
-        .nproc(1)
-        .flag("--shutdown-timeout", "1")
-        .dir(job.dir())
-        .target("tiny.yaml")
-        .start();
-    wait_for_step(&job.out(), 7);
-    // It receives nothing, and cannot get to the next boundary.
-    kill(Pid::from_raw(worker(running.pid(), "0")), Signal::SIGSTOP).expect("a living worker");
-    running.signal(Signal::SIGTERM);
-    running
-        .finish()
-        .expect_exit(143)
-        .expect_stderr("the workers were stopped before they had saved");
 }
 
 /// Large enough that both of two ranks own parameters: they are dealt out by 16,384 elements, of each block apart.

@@ -2,7 +2,7 @@
 
 use std::os::unix::fs::MetadataExt;
 
-use crate::harness::{Finished, Program, ReservedPort, Running, eventually, processes, temp_dir};
+use crate::harness::{Finished, Program, ReservedPort, Running, eventually, temp_dir};
 
 /// A limit with which all of a launch of two workers succeeds.
 const ENOUGH: u32 = 12;
@@ -44,7 +44,7 @@ impl User {
     }
 
     fn start_program(self, limit: u32, program: &str, arguments: &str) -> Running {
-        let words = ["-c", &self.script(limit, program, arguments)].map(Into::into);
+        let words = ["-c", &self.script(limit, program, arguments)];
         // Without a log directory it writes nothing but error files, and those only if a worker does.
         Program::new("sh")
             .args(words)
@@ -60,7 +60,7 @@ impl User {
             let owner = std::fs::metadata(format!("/proc/{pid}"));
             owner.is_ok_and(|owner| owner.uid() == self.0)
         };
-        processes().into_iter().filter(is_ours).collect()
+        crate::harness::processes().into_iter().filter(is_ours).collect()
     }
 
     /// Waits for the end of the launch, and for that of everything it started.

@@ -14,10 +14,8 @@ mod doctor;
 mod elastic;
 mod emulated_gpu;
 mod exit_codes;
-mod failures;
 mod fences;
 mod flags;
-mod gpu_script;
 mod hangs;
 mod harness;
 mod inference;
@@ -50,3 +48,23 @@ mod tokens;
 mod two_launchers;
 mod worker_ports;
 mod wrong_clock;
+
+/// What workers run that are this test program.
+const ROLES: &[(&str, fn())] = &[
+    ("advances", operators::advances),
+    ("comes_late", key_value::comes_late),
+    ("keeps_the_contract", key_value::keeps_the_contract),
+    ("meets_an_outage", key_value::meets_an_outage),
+    ("misses_rank_1", key_value::misses_rank_1),
+    ("writes_the_meeting", fences::writes_the_meeting),
+];
+
+/// Not a test: the `main` of workers that tests start. It does nothing without their variable.
+#[test]
+#[ignore = "a process that other tests start"]
+fn child() {
+    if let Ok(role) = std::env::var(harness::ROLE) {
+        let (_, run) = ROLES.iter().find(|(name, _)| *name == role).expect("a role");
+        run();
+    }
+}

@@ -1,8 +1,8 @@
 //! The command of the README, with few steps.
 
 use crate::harness::{
-    Daemon, Launch, Program, ReservedPort, TinyJob, expect_same_losses, launch, losses, metrics, parameters,
-    repository, run_dir, temp_dir,
+    Daemon, Launch, Program, ReservedPort, TinyJob, binaries, expect_same_losses, launch, losses, metrics,
+    parameters, repository, run_dir, temp_dir,
 };
 
 fn main_job() -> Launch {
@@ -56,37 +56,17 @@ fn the_readmes_command_trains() {
 }
 
 #[test]
-fn it_runs_twice() {
-    let dir = temp_dir();
-    main_job()
-        .set("train.steps=2")
-        .dir(dir.path())
-        .run()
-        .expect_exit(0);
-    main_job()
-        .set("train.steps=2")
-        .dir(dir.path())
-        .run()
-        .expect_exit(0);
-    let runs = std::fs::read_dir(dir.path().join("runs/single-node")).expect("a folder of runs");
-    assert_eq!(runs.count(), 2, "each run has a folder of its own");
-}
-
-#[test]
 fn the_script_of_the_two_nodes_example_runs() {
     let dir = temp_dir();
     let port = ReservedPort::new();
-    let binaries = std::path::Path::new(env!("CARGO_BIN_EXE_ddp-run"))
-        .parent()
-        .expect("a folder of binaries");
     let script = repository("examples/two-nodes/run.sh");
     for first in [
         &["--set", "train.steps=2"][..],
         &["--set", "train.steps=2", "--separate-daemon"],
     ] {
         let script = Program::new(&script)
-            .args(first.iter().map(Into::into))
-            .env("DDP_BIN", &binaries.display().to_string())
+            .args(first.iter())
+            .env("DDP_BIN", binaries())
             .env("DDP_PORT", port.endpoint.rsplit(':').next().unwrap_or_default())
             .dir(dir.path());
         script.run().expect_exit(0);
@@ -98,11 +78,8 @@ fn the_script_of_the_two_nodes_example_runs() {
 #[test]
 fn the_script_of_the_elastic_example_runs() {
     let dir = temp_dir();
-    let binaries = std::path::Path::new(env!("CARGO_BIN_EXE_ddp-run"))
-        .parent()
-        .expect("a folder of binaries");
     let script = Program::new(repository("examples/elastic/run.sh"))
-        .env("DDP_BIN", &binaries.display().to_string())
+        .env("DDP_BIN", binaries())
         .env("DDP_OUT", "out")
         .dir(dir.path());
     script
@@ -122,12 +99,7 @@ fn the_script_of_the_elastic_example_runs() {
 #[test]
 fn two_nodes_train_as_one() {
     let one_node = TinyJob::new();
-    launch()
-        .nproc(4)
-        .dir(one_node.dir())
-        .target("tiny.yaml")
-        .run()
-        .expect_exit(0);
+    one_node.launch().nproc(4).run().expect_exit(0);
     let expected = losses(&one_node.out());
     assert_eq!(expected.len(), 40);
 
@@ -163,13 +135,7 @@ fn train_on_two_nodes(endpoint: &str) -> Vec<f64> {
 fn an_instruction_set_can_be_named_and_one_that_is_missing_is_refused() {
     let with = |isa: &str| {
         let job = TinyJob::new();
-        let target = job.dir().join("tiny.yaml");
-        let run = launch()
-            .nproc(1)
-            .env("DDP_ISA", isa)
-            .dir(job.dir())
-            .target(target)
-            .run();
+        let run = job.launch().nproc(1).env("DDP_ISA", isa).run();
         (run, losses(&job.out()))
     };
     let refused = with("avx9").0;
@@ -177,12 +143,7 @@ fn an_instruction_set_can_be_named_and_one_that_is_missing_is_refused() {
         .expect_exit(2)
         .expect_stderr("DDP_ISA is `avx9`, but this machine has `baseline`");
     let job = TinyJob::new();
-    launch()
-        .nproc(1)
-        .dir(job.dir())
-        .target(job.dir().join("tiny.yaml"))
-        .run()
-        .expect_exit(0);
+    job.launch().nproc(1).run().expect_exit(0);
     let best = losses(&job.out());
     let (run, baseline) = with("baseline");
     run.expect_exit(0);

@@ -75,10 +75,7 @@ fn exclusive_workers_share_no_core() {
         "{first:?} {second:?}"
     );
 
-    let dry = two_workers("exclusive")
-        .words(&["--dry-run"])
-        .target("true")
-        .run();
+    let dry = two_workers("exclusive").words(["--dry-run"]).target("true").run();
     let shown = dry.expect_exit(0).stdout();
     let row = shown
         .iter()
@@ -165,9 +162,9 @@ impl Pretended {
         ]
         .concat();
         let mut program = Program::new("unshare")
-            .args(words.into_iter().map(Into::into))
-            .env("SCRATCH", &scratch.path().display().to_string())
-            .env("LD_LIBRARY_PATH", &self.folder.path().display().to_string())
+            .args(words)
+            .env("SCRATCH", scratch.path())
+            .env("LD_LIBRARY_PATH", self.folder.path())
             .env("NODE0", &list(0))
             .env("NODE1", &list(1));
         if let Some(visible) = visible {

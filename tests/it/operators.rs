@@ -13,10 +13,10 @@ use nix::sys::signal::Signal;
 use serde_json::Value;
 
 use crate::harness::{
-    Finished, Launch, PATIENCE, Program, ReservedPort, Running, eventually, launch, temp_dir,
+    Finished, Launch, PATIENCE, Program, ReservedPort, Running, ddp_rendezvous, eventually, launch, temp_dir,
 };
 
-/// Set for workers that run a test of this binary, whose code is a worker's: when this file exists, they end.
+/// When this file exists, the workers end.
 const DONE: &str = "DDP_TEST_DONE";
 /// A step of most ranks, and of the one that is slow.
 const STEP: Duration = Duration::from_millis(20);
@@ -43,8 +43,8 @@ impl Watched {
     #[track_caller]
     fn start_at([listen, http]: [&str; 2], flags: &[&str], change: impl FnOnce(Program) -> Program) -> Self {
         let args = ["serve", "--listen", listen, "--metrics-addr", http];
-        let args = args.iter().chain(flags).map(Into::into);
-        let mut running = change(Program::new(env!("CARGO_BIN_EXE_ddp-rendezvous")).args(args)).start();
+        let args = args.iter().chain(flags);
+        let mut running = change(ddp_rendezvous().args(args)).start();
         let before_port = |address: &str| address.rsplit_once(':').expect("an address").0.to_owned();
         // The page's line first: it may name the address of `listen` too.
         let line = running.wait_for(&format!("http://{}:", before_port(http)));
@@ -86,8 +86,8 @@ impl Watched {
     /// `ddp-rendezvous COMMAND … --endpoint …`.
     fn operator(&self, words: &[&str]) -> Program {
         let address = ["--endpoint", self.endpoint.as_str()];
-        let args = words.iter().chain(&address).map(Into::into);
-        Program::new(env!("CARGO_BIN_EXE_ddp-rendezvous")).args(args)
+        let args = words.iter().chain(&address);
+        ddp_rendezvous().args(args)
     }
 
     /// The same, as JSON.
@@ -177,11 +177,8 @@ fn snapshot(address: &str, query: &str, header: &str) -> Value {
 }
 
 /// A worker whose steps take as long as its rank says.
-#[test]
-fn role_advances() {
-    let Some(done) = std::env::var_os(DONE).map(PathBuf::from) else {
-        return;
-    };
+pub(crate) fn advances() {
+    let done = PathBuf::from(std::env::var_os(DONE).expect("a path"));
     let session = Session::from_env().expect("started by a launcher");
     let rank = session.env().rank.0;
     let mut step = 0;
@@ -206,16 +203,14 @@ fn role_advances() {
 
 /// Two nodes of two workers that say how far they are.
 fn advancing(daemon: &Watched, done: &Path, logs: &Path) -> [Running; 2] {
-    let binary = std::env::current_exe().expect("this very program");
     let node = |name: &str| {
         launch()
-            .target(&binary)
-            .target_args(&["operators::role_advances", "--exact", "--nocapture"])
+            .role("advances")
             .node_of(2, &daemon.endpoint, "steps")
             .flag("--rdzv-conf", "is_host=false")
-            .flag("--log-dir", logs.join(name).to_str().expect("unicode"))
+            .flag("--log-dir", logs.join(name))
             .nproc(2)
-            .env(DONE, done.to_str().expect("unicode"))
+            .env(DONE, &done)
             .start()
     };
     [node("a"), node("b")]
@@ -243,10 +238,7 @@ fn metrics_follow_a_job_whose_rank_is_killed() {
         assert_eq!(daemon.get(path).status, 200, "{path}");
     }
     assert_eq!(daemon.sample("ddp_jobs{state=\"running\"}"), Some(0.0));
-    let with = |node: Launch| {
-        node.flag("--max-restarts", "3")
-            .env("DONE", done.to_str().expect("unicode"))
-    };
+    let with = |node: Launch| node.flag("--max-restarts", "3").env("DONE", &done);
     let script = format!("[ $RANK.$TORCHELASTIC_RESTART_COUNT = 1.0 ] && kill -KILL $$; {UNTIL_DONE}");
     let nodes = pair(&daemon, "killed", with, &script);
     daemon.expect_sample("ddp_job_generation{job_id=\"killed\"}", 2.0);
@@ -307,7 +299,7 @@ fn a_daemon_that_recovers_is_alive_but_not_ready() {
     let (state, done) = (dir.path().join("state"), dir.path().join("done"));
     let flags = ["--state-dir", state.to_str().expect("unicode")];
     let mut daemon = Watched::start(&flags);
-    let with = |node: Launch| node.env("DONE", done.to_str().expect("unicode"));
+    let with = |node: Launch| node.env("DONE", &done);
     let mut nodes = pair(&daemon, "recovers", with, &format!("echo at work; {UNTIL_DONE}"));
     for node in &mut nodes {
         node.wait_for("at work");
@@ -529,16 +521,14 @@ fn a_job_that_a_launchers_own_daemon_does_not_serve_is_a_mistake_of_the_command_
     let done = dir.path().join("done");
     let mut node = launch()
         .node_of(1, &port.endpoint, "own")
-        .env("DONE", done.to_str().expect("unicode"))
+        .env("DONE", &done)
         .shell(&format!("echo at work; {UNTIL_DONE}"))
         .start();
     node.wait_for("at work");
     let operator = |words: &[&str]| {
         let address = ["--endpoint", port.endpoint.as_str()];
-        let args = words.iter().chain(&address).map(Into::into);
-        Program::new(env!("CARGO_BIN_EXE_ddp-rendezvous"))
-            .args(args)
-            .run()
+        let args = words.iter().chain(&address);
+        ddp_rendezvous().args(args).run()
     };
     operator(&["status", "own"]).expect_exit(0);
     let daemon = format!(
@@ -648,9 +638,9 @@ fn a_file_without_a_token_is_no_protection_and_refused() {
     std::fs::write(&path, "short").expect("writable");
     for (mode, words) in [(0o644, "other users can read"), (0o600, "it has 5 characters")] {
         std::fs::set_permissions(&path, std::fs::Permissions::from_mode(mode)).expect("an own file");
-        let refused = Program::new(env!("CARGO_BIN_EXE_ddp-rendezvous"))
-            .args(["serve", "--listen", "127.0.0.1:0"].map(Into::into))
-            .env("DDP_READ_TOKEN_FILE", path.to_str().expect("unicode"))
+        let refused = ddp_rendezvous()
+            .args(["serve", "--listen", "127.0.0.1:0"])
+            .env("DDP_READ_TOKEN_FILE", &path)
             .run();
         refused.expect_exit(77).expect_stderr(words);
     }
@@ -686,14 +676,12 @@ fn a_launcher_serves_the_page_of_its_own_job() {
     let done = dir.path().join("done");
     let reserved = ReservedPort::new();
     let (_, port) = reserved.endpoint.split_once(':').expect("an address");
-    let binary = std::env::current_exe().expect("this very program");
     let mut node = launch()
         .flag("--status-port", port)
         .flag("--rdzv-id", "own")
         .nproc(2)
-        .env(DONE, done.to_str().expect("unicode"))
-        .target(&binary)
-        .target_args(&["operators::role_advances", "--exact", "--nocapture"])
+        .env(DONE, &done)
+        .role("advances")
         .start();
     let printed = node.wait_for(&format!(
         "the job is shown at http://{}/#token=",

@@ -2,15 +2,13 @@
 
 use nix::sys::signal::Signal;
 
-use crate::harness::{Launch, Program, TinyJob, launch, losses, metrics, wait_for_step};
+use crate::harness::{Launch, TinyJob, ddp_train, launch, losses, metrics, wait_for_step};
 
 fn long(job: &TinyJob) -> Launch {
-    launch()
+    job.launch()
         .nproc(2)
         .set("train.steps=100000")
         .set("train.checkpoint_every=1000")
-        .target("tiny.yaml")
-        .dir(job.dir())
 }
 
 #[test]
@@ -29,8 +27,8 @@ fn the_folder_of_a_live_job_is_refused_to_another_that_would_overwrite_or_resume
             );
     }
     let words = ["run", "tiny.yaml", "--set", "run.resume=auto"];
-    Program::new(env!("CARGO_BIN_EXE_ddp-train"))
-        .args(words.map(Into::into))
+    ddp_train()
+        .args(words)
         .dir(job.dir())
         .run()
         .expect_exit(73)
@@ -71,7 +69,7 @@ fn a_dry_run_says_what_becomes_of_the_run_in_the_folder_and_leaves_it_alone() {
         files
     };
     let before = files();
-    let dry = |words: &[&str]| launched().words(&["--dry-run"]).words(words).target("tiny.yaml");
+    let dry = |words: &[&str]| launched().words(["--dry-run"]).words(words).target("tiny.yaml");
     let refused = "`out` already holds a run (found `checkpoints`)";
     dry(&[])
         .run()
@@ -100,37 +98,10 @@ fn a_dry_run_says_what_becomes_of_the_run_in_the_folder_and_leaves_it_alone() {
 }
 
 #[test]
-fn of_jobs_that_want_a_folder_at_once_one_gets_it_and_the_others_are_told_so() {
-    let job = TinyJob::new();
-    let mut jobs: Vec<_> = (0..3).map(|_| long(&job).start()).collect();
-    // A job that is refused ends; the job that trains runs until it is asked to stop.
-    wait_for_step(&job.out(), 20);
-    let mut refused = 0;
-    while refused < 2 {
-        let ended = jobs
-            .iter_mut()
-            .position(|job| job.ended_within(std::time::Duration::from_millis(50)));
-        if let Some(index) = ended {
-            let finished = jobs.remove(index).finish();
-            let words = finished.stderr();
-            // The launcher's logs are in that folder too.
-            let is_told =
-                ["`out` is in use: job `", "another run writes there"].map(|why| words.contains(why));
-            assert!(is_told.contains(&true), "{}", finished.transcript());
-            refused += 1;
-        }
-    }
-    let winner = jobs.remove(0);
-    winner.signal(Signal::SIGTERM);
-    winner.finish().expect_exit(143);
-    assert!(job.out().join("summary.json").is_file());
-}
-
-#[test]
 fn resuming_a_run_that_is_done_says_so_and_leaves_its_summary() {
     let job = TinyJob::new();
     let train = |steps: &str| {
-        let launch = launch().nproc(2).target("tiny.yaml").dir(job.dir());
+        let launch = job.launch().nproc(2);
         launch.set("run.resume=auto").set(steps).run()
     };
     let summary = || std::fs::read_to_string(job.out().join("summary.json")).unwrap_or_default();
@@ -155,11 +126,7 @@ fn a_worker_without_a_launcher_has_a_new_folder_each_time() {
     let job = TinyJob::with(|yaml| yaml.replace("out_dir: out, ", ""));
     for _ in 0..2 {
         let words = ["run", "tiny.yaml", "--set", "train.steps=2"];
-        Program::new(env!("CARGO_BIN_EXE_ddp-train"))
-            .args(words.map(Into::into))
-            .dir(job.dir())
-            .run()
-            .expect_exit(0);
+        ddp_train().args(words).dir(job.dir()).run().expect_exit(0);
     }
     let runs = std::fs::read_dir(job.dir().join("runs/tiny")).expect("a folder of runs");
     assert_eq!(runs.count(), 2);

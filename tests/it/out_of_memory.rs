@@ -57,7 +57,7 @@ impl SmallGroup {
     fn launch(&self, words: &[&str]) -> Program {
         let enter = format!("echo $$ > '{}/cgroup.procs' && exec \"$@\"", self.0.display());
         let shell = ["-c", &enter, "sh", env!("CARGO_BIN_EXE_ddp-run")];
-        Program::new("sh").args(shell.iter().chain(words).map(Into::into))
+        Program::new("sh").args(shell.iter().chain(words))
     }
 }
 
@@ -83,17 +83,8 @@ fn a_worker_that_needs_more_memory_than_there_is_is_named_for_it() {
     let logs = logs.path().to_str().expect("unicode");
     // `tail` keeps all of a line that never ends.
     let script = "if [ $RANK = 1 ]; then exec tail /dev/zero; else exec sleep 1000; fi";
-    let words = [
-        "--nproc-per-node",
-        "2",
-        "--log-dir",
-        logs,
-        "--no-python",
-        "sh",
-        "-c",
-        script,
-    ];
-    let finished = group.launch(&words).run();
+    let launch = group.launch(&["--nproc-per-node", "2", "--log-dir", logs]);
+    let finished = launch.args(["--no-python", "sh", "-c", script]).run();
     finished
         .expect_exit(137)
         .expect_stderr("first failure: rank 1")
@@ -120,9 +111,5 @@ fn a_kill_where_memory_suffices_is_not_taken_for_a_lack_of_it() {
     finished
         .expect_exit(137)
         .expect_stderr("a `kill -9` by a person or program");
-    assert!(
-        !finished.stderr().contains("possibly out of memory"),
-        "{}",
-        finished.stderr()
-    );
+    finished.expect_no_stderr("possibly out of memory");
 }

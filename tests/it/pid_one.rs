@@ -39,7 +39,7 @@ fn orphans_are_reaped_by_a_launcher_that_is_pid_1() {
         "-c",
         ORPHANS,
     ]);
-    let finished = Program::new("unshare").args(words.map(Into::into)).run();
+    let finished = Program::new("unshare").args(words).run();
     finished
         .expect_exit(0)
         .expect_stdout("[0] all reaped")

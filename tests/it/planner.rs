@@ -1,16 +1,13 @@
 //! `ddp-train plan`: which layouts it proposes for machines and data that need not exist. `worker/tests/costs.rs` compares
 //! its numbers with those of runs.
 
+use std::ffi::OsStr;
 use std::path::Path;
 
-use crate::harness::{Finished, Program, TinyJob, temp_dir};
+use crate::harness::{Finished, TinyJob, ddp_train, temp_dir};
 
-fn plan(dir: &Path, args: &[&str]) -> Finished {
-    let words = std::iter::once("plan").chain(args.iter().copied());
-    Program::new(env!("CARGO_BIN_EXE_ddp-train"))
-        .dir(dir)
-        .args(words.map(Into::into))
-        .run()
+fn plan(dir: &Path, args: impl IntoIterator<Item: AsRef<OsStr>>) -> Finished {
+    ddp_train().dir(dir).args(["plan"]).args(args).run()
 }
 
 #[test]
@@ -21,7 +18,7 @@ fn the_best_layouts_of_machines_are_listed_with_how_to_choose_them() {
     let yaml = format!("model: {model}\ndata: {{train: absent.txt}}\n{train}\n");
     std::fs::write(dir.path().join("llama.yaml"), yaml).expect("a file");
     let machines = "llama.yaml --gpu h100 --mfu 0.4 --nnodes 8 --network 400Gb/s";
-    let planned = plan(dir.path(), &machines.split(' ').collect::<Vec<_>>());
+    let planned = plan(dir.path(), machines.split(' '));
     // The rule of thumb for so many parameters, pp 4 × dp 2 × tp 8, is among the best, within 4 % of the shortest step.
     insta::assert_snapshot!(planned.expect_exit(0).stdout().join("\n"), @r"
     model           llama 80 × 8192, 68,976,648,192 parameters
@@ -89,23 +86,15 @@ fn machines_and_data_need_not_be_here() {
     let yaml =
         format!("model: {model}\ndata: {{train: absent.txt}}\ntrain: {{precision: bf16, micro_batch: 1}}\n");
     std::fs::write(dir.path().join("train.yaml"), yaml).expect("a file");
-    let words = [
-        "train.yaml",
-        "--gpu",
-        "h100",
-        "--nnodes",
-        "128",
-        "--network",
-        "3200Gb/s",
-    ];
-    plan(dir.path(), &words)
+    let words = "train.yaml --gpu h100 --nnodes 128 --network 3200Gb/s";
+    plan(dir.path(), words.split(' '))
         .expect_exit(0)
         .expect_stdout("ranks           1024 = 128 nodes × 8")
         .expect_stdout("400 GB/s per node to other nodes")
         .expect_stdout("se `parallel.strategy: zero1`");
     plan(
         dir.path(),
-        &["train.yaml", "--memory", "24GB", "--nproc-per-node", "2"],
+        "train.yaml --memory 24GB --nproc-per-node 2".split(' '),
     )
     .expect_exit(0)
     .expect_stdout("No strategy fits into 20.5 GiB, not even with recomputation and an offloaded optimizer");
@@ -114,27 +103,24 @@ fn machines_and_data_need_not_be_here() {
 #[test]
 fn the_launch_section_says_how_many_ranks() {
     let job = TinyJob::with(|yaml| format!("{yaml}launch: {{nnodes: \"1:3\", nproc_per_node: 2}}\n"));
-    plan(job.dir(), &["tiny.yaml"])
+    plan(job.dir(), ["tiny.yaml"])
         .expect_exit(0)
         .expect_stdout("6 = 3 nodes × 2");
+    plan(job.dir(), "tiny.yaml --nnodes 1 --nproc-per-node 4".split(' '))
+        .expect_exit(0)
+        .expect_stdout("4 = 1 node × 4");
     plan(
         job.dir(),
-        &["tiny.yaml", "--nnodes", "1", "--nproc-per-node", "4"],
-    )
-    .expect_exit(0)
-    .expect_stdout("4 = 1 node × 4");
-    plan(
-        job.dir(),
-        &["tiny.yaml", "--nproc-per-node", "1024", "--nnodes", "1024"],
+        "tiny.yaml --nproc-per-node 1024 --nnodes 1024".split(' '),
     )
     .expect_exit(2)
     .expect_stderr("1024 nodes × 1024 ranks are too many: a plan supports at most 131072 ranks");
     let job = TinyJob::with(|yaml| format!("{yaml}launch: {{nproc_per_nod: 2}}\n"));
-    plan(job.dir(), &["tiny.yaml"])
+    plan(job.dir(), ["tiny.yaml"])
         .expect_exit(2)
         .expect_stderr("`launch.nproc_per_nod`: unknown key, did you mean `nproc_per_node`?");
     let job = TinyJob::with(|yaml| format!("{yaml}launch: {{nproc_per_node: 70000000}}\n"));
-    plan(job.dir(), &["tiny.yaml"]).expect_exit(2);
+    plan(job.dir(), ["tiny.yaml"]).expect_exit(2);
 }
 
 /// Driver and libraries take their part of a GPU's memory, and of a CPU's none.
@@ -164,13 +150,13 @@ fn what_is_reserved_is_said() {
 #[test]
 fn what_is_wrong_is_named() {
     let job = TinyJob::with(str::to_owned);
-    plan(job.dir(), &["tiny.yaml", "--gpu", "h1000"])
+    plan(job.dir(), "tiny.yaml --gpu h1000".split(' '))
         .expect_exit(2)
         .expect_stderr("known are a100-40gb, a100, h100, h200, b200");
-    plan(job.dir(), &["tiny.yaml", "--network", "400G"])
+    plan(job.dir(), "tiny.yaml --network 400G".split(' '))
         .expect_exit(2)
         .expect_stderr("expected bytes or bits a second, for example `450GB/s` or `400Gb/s`");
-    plan(job.dir(), &["absent.yaml"])
+    plan(job.dir(), ["absent.yaml"])
         .expect_exit(2)
         .expect_stderr("error: absent.yaml: no such file");
     let sets = [

@@ -1,28 +1,25 @@
 //! What a run says of itself while it trains and at its end, and what is drawn of it.
 
+use std::ffi::OsStr;
 use std::path::Path;
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-use crate::harness::{Daemon, Finished, Program, TinyJob, launch, wait_for_step, worker};
+use crate::harness::{Finished, TinyJob, ddp_train, wait_for_step, worker};
 
-fn ddp_train(dir: &Path, args: &[&str]) -> Finished {
-    Program::new(env!("CARGO_BIN_EXE_ddp-train"))
-        .dir(dir)
-        .args(args.iter().map(Into::into))
-        .run()
+fn run(dir: &Path, args: impl IntoIterator<Item: AsRef<OsStr>>) -> Finished {
+    ddp_train().dir(dir).args(args).run()
 }
 
 #[test]
 fn the_end_of_a_run_leads_on_and_what_it_names_works() {
     let job = TinyJob::new();
-    let finished = launch()
+    let finished = job
+        .launch()
         .nproc(2)
-        .dir(job.dir())
         .set("train.eval_every=20")
         .set("train.log_every=15")
-        .target("tiny.yaml")
         .run();
     finished
         .expect_exit(0)
@@ -53,12 +50,12 @@ fn the_end_of_a_run_leads_on_and_what_it_names_works() {
     let of_program = |line: &String| line.split_once("ddp-train ").map(|(_, args)| args.to_owned());
     let commands: Vec<String> = finished.stdout().iter().filter_map(of_program).collect();
     assert_eq!(commands, ["plot out", "generate out --prompt 'The '"]);
-    ddp_train(job.dir(), &["plot", "out"])
+    run(job.dir(), "plot out".split(' '))
         .expect_exit(0)
         .expect_stdout("out/plot.html: 1 run, 40 steps");
-    ddp_train(
+    run(
         job.dir(),
-        &["generate", "out", "--prompt", "The ", "--max-tokens", "2"],
+        ["generate", "out", "--prompt", "The ", "--max-tokens", "2"],
     )
     .expect_exit(0);
 }
@@ -66,14 +63,13 @@ fn the_end_of_a_run_leads_on_and_what_it_names_works() {
 #[test]
 fn a_restart_repeats_only_what_has_changed_and_is_marked_in_the_plot() {
     let job = TinyJob::new();
-    let running = launch()
+    let running = job
+        .launch()
         .nproc(2)
-        .dir(job.dir())
         .set("run.tensorboard=true")
         .set("train.eval_every=10")
         .set("train.checkpoint_async=false")
         .set("train.steps=60")
-        .target("tiny.yaml")
         .start();
     let victim = worker(running.pid(), "1");
     wait_for_step(&job.out(), 7);
@@ -92,7 +88,7 @@ fn a_restart_repeats_only_what_has_changed_and_is_marked_in_the_plot() {
         (count("steps  "), count("parameters  "), count("strategy  ")),
         (2, 1, 1)
     );
-    let plot = ddp_train(job.dir(), &["plot", "out", "out/metrics.jsonl", "-o", "both.svg"]);
+    let plot = run(job.dir(), "plot out out/metrics.jsonl -o both.svg".split(' '));
     plot.expect_exit(0).expect_stdout("both.svg: 2 runs, 60 steps");
     let svg = std::fs::read_to_string(job.dir().join("both.svg")).expect("a picture");
     assert!(
@@ -103,11 +99,9 @@ fn a_restart_repeats_only_what_has_changed_and_is_marked_in_the_plot() {
         .expect("a folder")
         .count();
     assert_eq!(lives, 2, "a file of events for each life");
-    launch()
+    job.launch()
         .nproc(2)
-        .dir(job.dir())
         .set("run.overwrite=true")
-        .target("tiny.yaml")
         .run()
         .expect_exit(0)
         .expect_stdout("[0] parameters  ");
@@ -115,31 +109,14 @@ fn a_restart_repeats_only_what_has_changed_and_is_marked_in_the_plot() {
 }
 
 #[test]
-fn a_user_meets_no_names_of_modules() {
-    let daemon = Daemon::start();
-    launch()
-        .node_of(1, &daemon.endpoint, "job")
-        .shell("true")
-        .run()
-        .expect_exit(0);
-    let words = daemon.stop().expect_exit(0).stderr();
-    assert!(
-        words.contains(" INFO ") && !words.contains("ddp_run::"),
-        "{words}"
-    );
-}
-
-#[test]
 fn training_goes_on_without_event_files() {
     let job = TinyJob::new();
     std::fs::create_dir(job.out()).expect("writable");
     std::fs::write(job.out().join("tensorboard"), "in the way").expect("writable");
-    launch()
+    job.launch()
         .nproc(2)
-        .dir(job.dir())
         .set("run.tensorboard=true")
         .set("train.steps=3")
-        .target("tiny.yaml")
         .run()
         .expect_exit(0)
         .expect_stderr("TensorBoard events are no longer written, training continues: ");
@@ -149,10 +126,10 @@ fn training_goes_on_without_event_files() {
 fn what_cannot_be_drawn_is_named() {
     let dir = crate::harness::temp_dir();
     std::fs::write(dir.path().join("metrics.jsonl"), "{\"step\":1,\"loss\":2}\nx\n").expect("writable");
-    ddp_train(dir.path(), &["plot", "."])
+    run(dir.path(), "plot .".split(' '))
         .expect_exit(0)
         .expect_stderr("warning: skipped an invalid line: ./metrics.jsonl:2: not a line of metrics");
-    ddp_train(dir.path(), &["plot", "none"])
+    run(dir.path(), "plot none".split(' '))
         .expect_exit(2)
         .expect_stderr("error: cannot read `none`: No such file or directory");
     for run in ["runs/a", "runs/b", "runs/no-run"] {
@@ -162,19 +139,19 @@ fn what_cannot_be_drawn_is_named() {
         std::fs::write(dir.path().join(run).join("metrics.jsonl"), "").expect("writable");
     }
     // The clock of a file system is coarse: equal times are in the order of the names.
-    ddp_train(dir.path(), &["plot", "runs"])
+    run(dir.path(), "plot runs".split(' '))
         .expect_exit(2)
         .expect_stderr("error: cannot read `runs/metrics.jsonl`: No such file or directory")
         .expect_stderr("hint: pass one of the runs in this directory, newest first: `runs/b`, `runs/a`");
     std::fs::remove_file(dir.path().join("metrics.jsonl")).expect("it is there");
-    ddp_train(dir.path(), &["plot", "."])
+    run(dir.path(), "plot .".split(' '))
         .expect_exit(2)
         .expect_stderr("hint: pass one of the runs two levels down, newest first: `./runs/b`, `./runs/a`");
     std::fs::write(dir.path().join("metrics.jsonl"), "{\"step\":1,\"loss\":2}\n").expect("writable");
-    ddp_train(dir.path(), &["plot", ".", "-o", "plot.png"])
+    run(dir.path(), "plot . -o plot.png".split(' '))
         .expect_exit(2)
         .expect_stderr("expected a path that ends in `.html` or `.svg`");
-    ddp_train(dir.path(), &["plot", ".", "-o", "none/plot.svg"])
+    run(dir.path(), "plot . -o none/plot.svg".split(' '))
         .expect_exit(2)
         .expect_stderr("error: cannot write `none/plot.svg`: No such file or directory");
 }

@@ -15,7 +15,7 @@ fn limited(ulimit: &str, words: &[&str]) -> Program {
 fn behind(ulimit: &str, program: &str, words: &[&str]) -> Program {
     let script = format!("ulimit {ulimit} && exec \"$0\" \"$@\"");
     let words = ["-c", &script, program].into_iter().chain(words.iter().copied());
-    Program::new("/bin/sh").args(words.map(Into::into))
+    Program::new("/bin/sh").args(words)
 }
 
 /// The number behind `before` in what a launcher says.
@@ -94,15 +94,8 @@ fn the_soft_limit_is_raised_for_the_launcher_and_not_for_its_workers() {
 #[test]
 fn many_native_workers_do_with_a_small_soft_limit() {
     let job = TinyJob::new();
-    let words = [
-        "--nproc-per-node",
-        "12",
-        "--set",
-        "train.steps=1",
-        "--max-restarts",
-        "0",
-        "tiny.yaml",
-    ];
+    let words = "--nproc-per-node 12 --set train.steps=1 --max-restarts 0 tiny.yaml";
+    let words: Vec<_> = words.split(' ').collect();
     limited("-Sn 32", &words).dir(job.dir()).run().expect_exit(0);
 }
 
@@ -116,7 +109,7 @@ fn a_rendezvous_takes_more_nodes_than_its_soft_limit_has_files() {
         .map(|_| TcpStream::connect(&endpoint).expect("it listens"))
         .collect();
     launch()
-        .words(&["--nnodes", "1:2", "--rdzv-id", "j", "--rdzv-endpoint", &endpoint])
+        .words(["--nnodes", "1:2", "--rdzv-id", "j", "--rdzv-endpoint", &endpoint])
         .flag("--rdzv-conf", "last_call_timeout=0.1,connect_timeout=10")
         .target("true")
         .run()

@@ -57,7 +57,6 @@ async fn meet(endpoint: String, access: Access, node: u32) -> (AgentStream, Assi
         ..Join::default()
     };
     stream
-        .sender()
         .send(Generation(0), "", Body::Join(join))
         .expect("an open stream");
     let (generation, assignment): (_, Assignment) = loop {

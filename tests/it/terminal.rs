@@ -26,7 +26,7 @@ fn ctrl_c_is_a_keyboard_interrupt() {
     }
     for workers in [1, 2] {
         let launch = launch().nproc(workers).target("python3");
-        let mut screen = launch.target_args(&["-u", "-c", INTERRUPTED]).on_screen();
+        let mut screen = launch.target_args(["-u", "-c", INTERRUPTED]).on_screen();
         for _ in 0..workers {
             screen.wait_for("ready");
         }
@@ -107,7 +107,7 @@ fn a_single_worker_is_given_the_terminal() {
     assert!(!shown.contains("[0]"), "no prefix: {shown}");
     // A test that asks for part of the output gets it as before.
     let logs = temp_dir();
-    let logged = launch().flag("--log-dir", &logs.path().display().to_string());
+    let logged = launch().flag("--log-dir", logs.path());
     let (_, shown) = logged.shell("test -t 1 || echo a pipe").on_screen().finish();
     assert!(shown.contains("[0] a pipe"), "{shown}");
 }

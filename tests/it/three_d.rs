@@ -122,7 +122,7 @@ fn on_two_nodes() -> TinyJob {
 
 fn start_node(job: &TinyJob, daemon: &Daemon, rank: u32) -> Running {
     let node = launch().node_of(2, &daemon.endpoint, "nodes").nproc(2);
-    let node = node.flag("--node-rank", &rank.to_string()).dir(job.dir());
+    let node = node.flag("--node-rank", rank.to_string()).dir(job.dir());
     node.target("tiny.yaml").start()
 }
 

@@ -174,12 +174,11 @@ fn it_shows_the_steps_of_all_ranks_and_changes_no_bit() {
 #[test]
 fn waiting_for_a_late_rank_is_told_apart() {
     let job = TinyJob::new();
-    let mut running = launch()
+    let mut running = job
+        .launch()
         .nproc(2)
-        .dir(job.dir())
         .set("train.steps=100000")
         .set("run.timeline=5-8")
-        .target("tiny.yaml")
         .start();
     running.wait_for("timeline of steps 5 to 8");
     running.signal(Signal::SIGTERM);
@@ -206,14 +205,13 @@ fn waiting_for_a_late_rank_is_told_apart() {
 #[test]
 fn a_run_that_is_stopped_has_what_came_before() {
     let job = TinyJob::new();
-    let running = launch()
+    let running = job
+        .launch()
         .nproc(2)
-        .dir(job.dir())
         .set("train.steps=1000000")
         .set("run.timeline=2-101")
         .set("model.n_layer=6")
         .set("model.n_embd=128")
-        .target("tiny.yaml")
         .start();
     wait_for_step(&job.out(), 3);
     running.signal(Signal::SIGTERM);
@@ -228,12 +226,11 @@ fn training_goes_on_where_it_cannot_be_written() {
     let job = TinyJob::new();
     std::fs::create_dir(job.out()).expect("writable");
     std::fs::write(job.out().join("timeline"), "in the way").expect("writable");
-    let finished = launch()
+    let finished = job
+        .launch()
         .nproc(2)
-        .dir(job.dir())
         .set("train.steps=6")
         .set("run.timeline=2")
-        .target("tiny.yaml")
         .run();
     finished
         .expect_exit(0)

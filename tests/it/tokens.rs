@@ -1,20 +1,18 @@
 //! From texts to token files, and training on them.
 
+use std::ffi::OsStr;
 use std::path::Path;
 
 use crate::harness::{
-    Finished, Launch, Program, TinyJob, launch, losses, metrics, parameters, repository, temp_dir,
+    Finished, Launch, Program, TinyJob, binaries, ddp_train, launch, losses, metrics, parameters, repository,
+    temp_dir,
 };
 
 /// Enough of a text for a few steps.
 const TEXT_BYTES: usize = 24 << 10;
 
-fn tokenize(dir: &Path, args: &[&str]) -> Finished {
-    let words = std::iter::once("tokenize").chain(args.iter().copied());
-    Program::new(env!("CARGO_BIN_EXE_ddp-train"))
-        .dir(dir)
-        .args(words.map(Into::into))
-        .run()
+fn tokenize(dir: &Path, args: impl IntoIterator<Item: AsRef<OsStr>>) -> Finished {
+    ddp_train().dir(dir).args(["tokenize"]).args(args).run()
 }
 
 /// Eight steps of two ranks on GPT-2's tokens of `train`, whose learning rate does not know how many there are.
@@ -36,9 +34,10 @@ fn make(job: &TinyJob, name: &str, texts: &[&str]) {
     tokenize(job.dir(), &args).expect_exit(0);
 }
 
-fn train(job: &TinyJob, set: &[&str]) -> Finished {
+fn train(job: &TinyJob, settings: &str) -> Finished {
     let launch = launch().nproc(2).dir(job.dir());
-    set.iter()
+    settings
+        .split_whitespace()
         .fold(launch, |launch, assignment| launch.set(assignment))
         .target("tiny.yaml")
         .run()
@@ -63,9 +62,6 @@ fn llm_c(tokens: &[u8]) -> Vec<u8> {
 #[test]
 fn the_script_of_the_gpt2_tokens_example_runs() {
     let dir = temp_dir();
-    let binaries = Path::new(env!("CARGO_BIN_EXE_ddp-run"))
-        .parent()
-        .expect("a folder of binaries");
     // Little to validate on, in a list.
     let val = format!("data.val=[{}]", dir.path().join("val.safetensors").display());
     std::fs::write(
@@ -75,22 +71,13 @@ fn the_script_of_the_gpt2_tokens_example_runs() {
     .expect("writable");
     tokenize(
         dir.path(),
-        &["--tokenizer", "gpt2", "-o", "val.safetensors", "val.txt"],
+        "--tokenizer gpt2 -o val.safetensors val.txt".split(' '),
     )
     .expect_exit(0);
     let script = Program::new(repository("examples/gpt2-tokens/run.sh"))
-        .args(
-            [
-                "--set",
-                "train.steps=2",
-                "--set",
-                "run.out_dir=out",
-                "--set",
-                &val,
-            ]
-            .map(Into::into),
-        )
-        .env("DDP_BIN", &binaries.display().to_string())
+        .args("--set train.steps=2 --set run.out_dir=out --set".split(' '))
+        .args([val])
+        .env("DDP_BIN", binaries())
         .dir(dir.path());
     script
         .run()
@@ -156,12 +143,9 @@ fn the_gpt2_124m_example_trains_on_shards_of_its_format() {
 
     let readme = std::fs::read_to_string(repository("examples/gpt2-124m/README.md")).expect("readable");
     let flags = ["--gpu", "h100", "--nproc-per-node", "8", "--mfu", "0.4"];
-    let plan = Program::new(env!("CARGO_BIN_EXE_ddp-train"))
-        .args(
-            std::iter::once("plan".into())
-                .chain([yaml.into()])
-                .chain(flags.map(Into::into)),
-        )
+    let plan = ddp_train()
+        .args(["plan".as_ref(), yaml.as_os_str()])
+        .args(flags)
         .run();
     plan.expect_exit(0);
     let rows = [" on the device ", " step time  ", " tokens/s  "];
@@ -180,12 +164,9 @@ fn the_gpt2_124m_example_trains_on_shards_of_its_format() {
 #[ignore = "a minute of training: .ci/run examples"]
 fn what_the_readme_of_the_examples_says_of_gpt2_tokens_is_reached() {
     let dir = temp_dir();
-    let binaries = Path::new(env!("CARGO_BIN_EXE_ddp-run"))
-        .parent()
-        .expect("a folder of binaries");
     Program::new(repository("examples/gpt2-tokens/run.sh"))
-        .args(["--set", "run.out_dir=out"].map(Into::into))
-        .env("DDP_BIN", &binaries.display().to_string())
+        .args(["--set", "run.out_dir=out"])
+        .env("DDP_BIN", binaries())
         .dir(dir.path())
         .run()
         .expect_exit(0);
@@ -202,9 +183,9 @@ fn what_the_readme_of_the_examples_says_of_gpt2_tokens_is_reached() {
 fn training_on_tokens_resumes_to_the_last_bit() {
     let job = job("ours.safetensors");
     make(&job, "ours.safetensors", &["a.txt", "b.txt"]);
-    train(&job, &["run.out_dir=whole"]).expect_exit(0);
-    train(&job, &["train.steps=4"]).expect_exit(0);
-    train(&job, &["run.resume=require"])
+    train(&job, "run.out_dir=whole").expect_exit(0);
+    train(&job, "train.steps=4").expect_exit(0);
+    train(&job, "run.resume=require")
         .expect_exit(0)
         .expect_stdout("8, resumed after step 4");
     let whole = job.dir().join("whole");
@@ -217,7 +198,7 @@ fn training_on_tokens_resumes_to_the_last_bit() {
 fn shards_of_llm_c_train_as_one_file_does() {
     let job = job("ours.safetensors");
     make(&job, "ours.safetensors", &["a.txt", "b.txt"]);
-    train(&job, &[]).expect_exit(0);
+    train(&job, "").expect_exit(0);
     let tokens = tokens_of(&job.dir().join("ours.safetensors"));
     // Three shards, none of which ends with a block.
     let (first, rest) = tokens.split_at(2 * 1001);
@@ -229,7 +210,7 @@ fn shards_of_llm_c_train_as_one_file_does() {
     ] {
         std::fs::write(job.dir().join(name), llm_c(shard)).expect("writable");
     }
-    train(&job, &["data.train=train_*.bin", "run.out_dir=shards"])
+    train(&job, "data.train=train_*.bin run.out_dir=shards")
         .expect_exit(0)
         .expect_stdout(" in 3 files for training")
         .expect_stdout("a file does not record its tokenizer");
@@ -243,12 +224,7 @@ fn shards_of_llm_c_train_as_one_file_does() {
     .expect("writable");
     train(
         &job,
-        &[
-            "data.train=train_*.bin",
-            "run.out_dir=shards",
-            "run.resume=require",
-            "train.steps=9",
-        ],
+        "data.train=train_*.bin run.out_dir=shards run.resume=require train.steps=9",
     )
     .expect_exit(2)
     .expect_stderr("`training text of `data.train`` is ");
@@ -257,7 +233,7 @@ fn shards_of_llm_c_train_as_one_file_does() {
 #[test]
 fn a_text_where_tokens_are_needed_is_refused_with_the_command_that_makes_them() {
     let job = job("a.txt");
-    let finished = train(&job, &[]);
+    let finished = train(&job, "");
     finished.expect_exit(2);
     insta::assert_snapshot!(finished.stderr(), @r"
     [ddp-run] error: tiny.yaml:3: `data.train` is `a.txt`, which is not a token file, but `data.tokenizer: gpt2` needs one
@@ -274,7 +250,7 @@ fn a_text_where_tokens_are_needed_is_refused_with_the_command_that_makes_them() 
     tokenize(job.dir(), &args)
         .expect_exit(0)
         .expect_stdout("  train: a.gpt2.safetensors ");
-    train(&job, &["data.train=a.gpt2.safetensors", "train.steps=1"]).expect_exit(0);
+    train(&job, "data.train=a.gpt2.safetensors train.steps=1").expect_exit(0);
 }
 
 #[test]
@@ -284,28 +260,9 @@ fn a_number_that_is_no_token_ends_the_run_with_its_place() {
     // In the held-out part, which is read at the end.
     tokens[2 * 1900..][..2].copy_from_slice(&60_000_u16.to_le_bytes());
     std::fs::write(job.dir().join("bad.bin"), llm_c(&tokens)).expect("writable");
-    train(&job, &[]).expect_exit(2).expect_stderr(
+    train(&job, "").expect_exit(2).expect_stderr(
         "`bad.bin` has the number 60000 at position 1900, but the last token of `gpt2` is 50256",
     );
     // The line of the last step waits for its validation.
     assert_eq!(metrics(&job.out()).len(), 7);
-}
-
-#[test]
-fn tokenize_says_what_it_cannot_do() {
-    let dir = temp_dir();
-    std::fs::write(dir.path().join("a.txt"), "x").expect("writable");
-    tokenize(dir.path(), &["--tokenizer", "llama", "-o", "out", "a.txt"])
-        .expect_exit(2)
-        .expect_stderr("expected `gpt2` or the path of a `tokenizer.json`");
-    tokenize(dir.path(), &["--tokenizer", "gpt2", "-o", "none/out", "a.txt"])
-        .expect_exit(2)
-        .expect_stderr("error: cannot create `none/.out.tokenizing`: No such file or directory");
-    tokenize(dir.path(), &["--tokenizer", "gpt2", "-o", "out", "gone.txt"])
-        .expect_exit(2)
-        .expect_stderr("error: `gone.txt` cannot be read: No such file or directory");
-    tokenize(dir.path(), &["--tokenizer", "gpt2", "-o", "out", "a.txt"]).expect_exit(0);
-    tokenize(dir.path(), &["--tokenizer", "gpt2", "-o", "out", "a.txt"])
-        .expect_exit(2)
-        .expect_stderr("error: `out` already exists");
 }

@@ -39,7 +39,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let session = session()?;
     let measured = measure(&session, &options);
     if let Err(error) = &measured {
-        session.fail(&error.to_string(), None);
+        session.fail(&error.to_string(), None, false);
     }
     session.shutdown();
     measured

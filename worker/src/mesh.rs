@@ -145,14 +145,19 @@ impl MeshShape {
 const SAME_SIZE: &str =
     "all groups must have the same number of ranks; change `--nproc-per-node` or `parallel.shard_group`";
 
+/// The multiples of `divisor` around `value` that are above 0.
+pub(crate) fn nearest_multiples(value: usize, divisor: usize) -> String {
+    let above = value.next_multiple_of(divisor);
+    match value / divisor * divisor {
+        0 => above.to_string(),
+        below => format!("{below} or {above}"),
+    }
+}
+
 /// The number of ranks is no multiple of the ranks that hold one model.
 fn no_multiple(ranks: usize, stages: usize, tensor: usize) -> Problem {
     let cell = stages * tensor;
-    let above = ranks.next_multiple_of(cell.max(1));
-    let nearest = match ranks / cell.max(1) * cell {
-        0 => above.to_string(),
-        below => format!("{below} or {above}"),
-    };
+    let nearest = nearest_multiples(ranks, cell.max(1));
     let axes = [
         ("parallel.pipeline.stages", "pipeline", stages),
         ("parallel.tensor", "tensor", tensor),

@@ -11,7 +11,8 @@
 //! Pure functions of sizes. What a rank holds and sends is no formula: [`crate::train::Estimate`] lays the run's own types
 //! out on a device that does nothing.
 
-use crate::config::{Model, Precision, Recompute};
+use crate::config::{Model, Precision, Recompute, TrainConfig};
+use crate::mesh::{DATA, MeshShape};
 use crate::model::Decoder;
 
 /// Floating-point operations of one token of training that no implementation can leave out; a multiply-add is two.
@@ -73,6 +74,16 @@ pub struct GlobalBatch {
 }
 
 impl GlobalBatch {
+    /// The batch of a step of a configuration on a mesh.
+    pub fn of(config: &TrainConfig, mesh: &MeshShape) -> Self {
+        Self {
+            ranks: mesh.size(&DATA) as u64,
+            accumulation: config.train.grad_accumulation as u64,
+            micro_batch: config.train.micro_batch as u64,
+            block_size: config.model.block_size as u64,
+        }
+    }
+
     /// Samples of one step, over all ranks.
     pub const fn samples(&self) -> u64 {
         self.ranks * self.accumulation * self.micro_batch
@@ -161,15 +172,6 @@ pub struct Sent {
     pub stride: u64,
 }
 
-/// Where the ranks of a group are.
-struct Spread {
-    nodes: f64,
-    /// Ranks on each of these nodes.
-    ranks: f64,
-    /// Groups that share a node's way to the others.
-    beside: f64,
-}
-
 impl Cluster {
     /// All ranks.
     pub const fn ranks(&self) -> u64 {
@@ -185,10 +187,14 @@ impl Cluster {
     pub fn least_seconds(&self, sent: &[Sent]) -> Option<f64> {
         let (mut inside, mut between) = (0.0, 0.0);
         for sent in sent.iter().filter(|sent| sent.bytes > 0) {
-            let Spread { nodes, ranks, beside } = self.spread(sent);
+            // The group's nodes, and its ranks on each of them.
+            let (here, all) = (self.ranks_a_node as f64, sent.ranks as f64);
+            let nodes = (all * sent.stride as f64 / here).ceil().clamp(1.0, all);
+            let ranks = all / nodes;
             let bytes = sent.bytes as f64 * (nodes * ranks) / (nodes * ranks - 1.0);
             inside += (ranks - 1.0) / ranks * bytes;
-            between += (nodes - 1.0) / nodes * bytes * beside;
+            // The groups on a node share its way to the others.
+            between += (nodes - 1.0) / nodes * bytes * (here / ranks);
         }
         let seconds = |bytes: f64, rate: Option<f64>| match rate {
             _ if bytes == 0.0 => Some(0.0),
@@ -204,17 +210,6 @@ impl Cluster {
             return Some(bytes as f64 / self.link?);
         }
         Some((bytes * self.ranks_a_node) as f64 / self.network?)
-    }
-
-    fn spread(&self, sent: &Sent) -> Spread {
-        let (here, all) = (self.ranks_a_node as f64, sent.ranks as f64);
-        let nodes = (all * sent.stride as f64 / here).ceil().clamp(1.0, all);
-        let ranks = all / nodes;
-        Spread {
-            nodes,
-            ranks,
-            beside: here / ranks,
-        }
     }
 }
 

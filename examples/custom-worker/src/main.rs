@@ -46,8 +46,8 @@ fn main() -> Result<()> {
         ),
         // After a lost rank the agent knows the cause; this rank must not be blamed for it.
         Err(error) => match session.verdict() {
-            Some(cause) => session.fail_as_consequence(&cause, None),
-            None => session.fail(&error.to_string(), None),
+            Some(cause) => session.fail(&cause, None, true),
+            None => session.fail(&error.to_string(), None, false),
         },
     }
     session.shutdown();

@@ -5,46 +5,12 @@ use std::io;
 use std::path::Path;
 use std::sync::Arc;
 
-use super::blocking_thread::BlockingThread;
 use crate::cgroup::WorkerCgroup;
 use crate::output::console::Console;
-use crate::output::logs::LogError;
 use crate::output::streams::Output;
 use crate::plan::BoundPlan;
 use crate::supervise::guardian::Guardian;
-
-/// The launcher itself failed, not a worker.
-#[derive(Debug, thiserror::Error)]
-pub enum LaunchError {
-    /// The workers' program cannot be started.
-    #[error(transparent)]
-    Program(#[from] crate::spawn::program::SpawnError),
-    /// The log directory, or the event log, cannot be used.
-    #[error(transparent)]
-    Log(#[from] LogError),
-    /// The system gives it no thread.
-    #[error(
-        "cannot start a thread: {0}\n  hint: raise `ulimit -u`, and the pids limit of the control group if there is one"
-    )]
-    Thread(#[source] io::Error),
-    /// It may open no more files.
-    #[error("cannot set up the launcher: {0}\n  hint: check `ulimit -n`")]
-    Files(#[source] io::Error),
-    /// The system refused something essential.
-    #[error("cannot set up the launcher: {0}")]
-    System(#[source] io::Error),
-}
-
-impl From<io::Error> for LaunchError {
-    fn from(error: io::Error) -> Self {
-        // Of all that is set up, only a thread is refused for now.
-        match error.raw_os_error() {
-            Some(libc::EAGAIN) => Self::Thread(error),
-            Some(libc::EMFILE) => Self::Files(error),
-            _ => Self::System(error),
-        }
-    }
-}
+use crate::threads::BlockingThread;
 
 /// What a launch has from its beginning to its very end.
 #[derive(Clone)]

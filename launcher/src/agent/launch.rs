@@ -4,11 +4,10 @@ use std::io::{self, Write as _};
 use std::path::Path;
 use std::time::Duration;
 
-use ddp_proto::exit;
 use nix::sys::termios::{SetArg, Termios, tcgetattr, tcsetattr};
 use nix::unistd::{getpgrp, tcgetpgrp};
 
-use super::context::{LaunchContext, LaunchError};
+use super::context::LaunchContext;
 use super::driver::Driver;
 use super::machine::ExitReason;
 use super::signals::{SignalAction, Signals};
@@ -35,20 +34,6 @@ pub struct Outcome {
     pub report: Option<String>,
 }
 
-impl From<LaunchError> for ExitReason {
-    fn from(error: LaunchError) -> Self {
-        let exit_code = match error {
-            LaunchError::Program(error) => return Self::CannotStart(error),
-            LaunchError::Log(_) => exit::USAGE,
-            LaunchError::Thread(_) | LaunchError::Files(_) | LaunchError::System(_) => exit::INTERNAL,
-        };
-        Self::Broken {
-            exit_code,
-            error: error.to_string(),
-        }
-    }
-}
-
 /// Runs this node's part of a job until it is over, restarts included.
 ///
 /// All children of the calling process belong to the agent: it becomes a child subreaper, reaps every child and
@@ -59,7 +44,9 @@ pub async fn run(plan: BoundPlan, guardian: Guardian) -> Outcome {
         Ok(launch) => launch,
         Err(error) => return refuse(error.into(), guardian),
     };
-    let terminal = launch.plan.output.direct.then(TerminalSettings::read).flatten();
+    // Standard input may be no terminal.
+    let terminal = || tcgetattr(io::stdin()).ok();
+    let terminal = launch.plan.output.direct.then(terminal).flatten();
     let LaunchContext {
         plan,
         console,
@@ -69,13 +56,13 @@ pub async fn run(plan: BoundPlan, guardian: Guardian) -> Outcome {
     } = launch.clone();
     let (exit_reason, report) = match Driver::start(launch) {
         Ok(driver) => driver.run().await,
-        Err(error) => {
-            let report = format!("error: {error}");
-            (ExitReason::from(error), Some(report))
+        Err(exit_reason) => {
+            let report = format!("error: {exit_reason}");
+            (exit_reason, Some(report))
         }
     };
     if let Some(terminal) = terminal {
-        terminal.restore();
+        restore(&terminal);
     }
     if let Some(report) = &report {
         console.say(report);
@@ -125,14 +112,13 @@ async fn is_closed<T>(
 }
 
 /// The end of a launch that has not even a console.
-fn refuse(error: LaunchError, guardian: Guardian) -> Outcome {
-    let report = format!("error: {error}");
+fn refuse(exit_reason: ExitReason, guardian: Guardian) -> Outcome {
+    let report = format!("error: {exit_reason}");
     for line in report.lines() {
         // Nothing is left to do when that fails too.
         let _ = writeln!(io::stderr(), "{OWN_PREFIX}{line}");
     }
     dismiss(guardian);
-    let exit_reason = ExitReason::from(error);
     Outcome {
         exit_code: exit_reason.exit_code(),
         exit_reason,
@@ -161,24 +147,14 @@ fn remove_group(dir: &Path) -> Option<String> {
     ))
 }
 
-/// Settings of the terminal at standard input, which a worker may be given.
-struct TerminalSettings(Termios);
-
-impl TerminalSettings {
-    /// The present ones; none if standard input is no terminal.
-    fn read() -> Option<Self> {
-        tcgetattr(io::stdin()).ok().map(Self)
-    }
-
-    /// Puts them back: a worker that was killed while it edited a line leaves a terminal that does not echo. In the
-    /// background the terminal belongs to another process.
-    fn restore(&self) {
-        let stdin = io::stdin();
-        let is_changed = tcgetattr(&stdin).is_ok_and(|now| now != self.0);
-        if is_changed && tcgetpgrp(&stdin) == Ok(getpgrp()) {
-            // The terminal has gone, if this fails.
-            let _ = tcsetattr(&stdin, SetArg::TCSANOW, &self.0);
-        }
+/// Puts back the settings of the terminal at standard input: a worker that was given it, and was killed while it edited a
+/// line, leaves a terminal that does not echo. In the background the terminal belongs to another process.
+fn restore(terminal: &Termios) {
+    let stdin = io::stdin();
+    let is_changed = tcgetattr(&stdin).is_ok_and(|now| now != *terminal);
+    if is_changed && tcgetpgrp(&stdin) == Ok(getpgrp()) {
+        // The terminal has gone, if this fails.
+        let _ = tcsetattr(&stdin, SetArg::TCSANOW, terminal);
     }
 }
 

@@ -9,9 +9,7 @@
 //! | `daemon` | the connection to the daemon, and what is said again when it was lost |
 //! | `workers` | the workers of one generation: processes, files, the ends they came to; those that hang |
 //! | `signals` | the signals that stop the launcher |
-//! | `blocking_thread` | the thread for what blocks |
 
-mod blocking_thread;
 mod context;
 mod daemon;
 mod driver;
@@ -20,7 +18,6 @@ mod machine;
 mod signals;
 mod workers;
 
-pub use context::LaunchError;
 pub use daemon::{Memory, TakeoverClock};
 pub use launch::{Outcome, run};
 pub use machine::{Effect, Event, ExitReason, LEAVE_WAIT, Machine, Rules, VERDICT_WAIT};

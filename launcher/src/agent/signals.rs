@@ -38,21 +38,20 @@ impl Signals {
     pub(super) fn listen(plan: &SignalPlan) -> io::Result<Self> {
         let hangup = Signal::SIGHUP as i32;
         let hangup_ignored = is_ignored(Signal::SIGHUP);
-        let stops = plan
-            .stop
-            .iter()
-            .map(|number| (*number, SignalAction::Stop(*number)));
-        let forwards = plan
-            .forward
-            .iter()
-            .map(|number| (*number, SignalAction::Forward(*number)));
-        let actions = stops
-            .chain(forwards)
-            .chain([(Signal::SIGCHLD as i32, SignalAction::Child)]);
-        let actions = actions.filter(|(number, _)| *number != hangup || !hangup_ignored);
-        let streams = actions.map(|(number, action)| Ok((signal(SignalKind::from_raw(number))?, action)));
+        let stops = plan.stop.iter().copied().map(SignalAction::Stop);
+        let forwards = plan.forward.iter().copied().map(SignalAction::Forward);
+        let mut streams = Vec::new();
+        for action in stops.chain(forwards).chain([SignalAction::Child]) {
+            let number = match action {
+                SignalAction::Stop(number) | SignalAction::Forward(number) => number,
+                SignalAction::Child => Signal::SIGCHLD as i32,
+            };
+            if number != hangup || !hangup_ignored {
+                streams.push((signal(SignalKind::from_raw(number))?, action));
+            }
+        }
         Ok(Self {
-            streams: streams.collect::<io::Result<_>>()?,
+            streams,
             stopped: None,
         })
     }

@@ -10,27 +10,10 @@ use std::os::fd::RawFd;
 
 use nix::errno::Errno;
 use nix::sys::wait::{WaitStatus, waitpid};
-use nix::unistd::Pid;
+use nix::unistd::{ForkResult, Pid};
 
-/// Of `clone3`.
+/// Flag of `clone3`.
 const CLONE_INTO_CGROUP: u64 = 0x2_0000_0000;
-
-/// `struct clone_args` of the kernel, as far as Linux 5.7 knows it.
-#[repr(C)]
-#[derive(Default)]
-struct CloneArgs {
-    flags: u64,
-    pidfd: u64,
-    child_tid: u64,
-    parent_tid: u64,
-    exit_signal: u64,
-    stack: u64,
-    stack_size: u64,
-    tls: u64,
-    set_tid: u64,
-    set_tid_size: u64,
-    cgroup: u64,
-}
 
 /// A way into a group, valid as long as the descriptor.
 #[derive(Clone, Copy, Debug)]
@@ -39,14 +22,6 @@ pub(crate) enum CgroupEntry {
     Birth(RawFd),
     /// A new process moves itself, by a write to this file.
     Move(RawFd),
-}
-
-/// Which side of a fork this is.
-pub(crate) enum Forked {
-    /// The new process.
-    Child,
-    /// The old one, with the number of the new one.
-    Parent(Pid),
 }
 
 impl CgroupEntry {
@@ -74,38 +49,41 @@ impl CgroupEntry {
 /// # Safety
 /// The child may make async-signal-safe calls only, and must never return. It may not even allocate: where it is born
 /// in a group, the C library has not prepared its locks for the fork.
-pub(crate) unsafe fn fork(entry: Option<CgroupEntry>) -> io::Result<Forked> {
+pub(crate) unsafe fn fork(entry: Option<CgroupEntry>) -> io::Result<ForkResult> {
     let pid = match entry {
         Some(CgroupEntry::Birth(folder)) => {
-            let args = CloneArgs {
-                flags: CLONE_INTO_CGROUP,
-                exit_signal: libc::SIGCHLD as u64,
-                cgroup: folder as u64,
-                ..CloneArgs::default()
-            };
+            // SAFETY: all zeroes ask for nothing.
+            let mut args: libc::clone_args = unsafe { std::mem::zeroed() };
+            args.flags = CLONE_INTO_CGROUP;
+            args.exit_signal = libc::SIGCHLD as u64;
+            args.cgroup = folder as u64;
             // SAFETY: without CLONE_VM the child has its own copy of all memory, this stack included. The structure
             // is valid for its size.
-            unsafe { libc::syscall(libc::SYS_clone3, &raw const args, size_of::<CloneArgs>()) as libc::pid_t }
+            unsafe {
+                libc::syscall(libc::SYS_clone3, &raw const args, size_of::<libc::clone_args>()) as libc::pid_t
+            }
         }
         // SAFETY: as the caller promises.
         _ => unsafe { libc::fork() },
     };
     match pid {
         -1 => Err(io::Error::last_os_error()),
-        0 => Ok(Forked::Child),
-        pid => Ok(Forked::Parent(Pid::from_raw(pid))),
+        0 => Ok(ForkResult::Child),
+        pid => Ok(ForkResult::Parent {
+            child: Pid::from_raw(pid),
+        }),
     }
 }
 
 fn try_entry(entry: CgroupEntry) -> io::Result<()> {
     // SAFETY: the child makes two async-signal-safe calls and never returns.
     match unsafe { fork(Some(entry)) }? {
-        Forked::Child => {
+        ForkResult::Child => {
             let code = i32::from(!entry.enter());
             // SAFETY: plain system call.
             unsafe { libc::_exit(code) }
         }
-        Forked::Parent(child) => match wait_for(child)? {
+        ForkResult::Parent { child } => match wait_for(child)? {
             WaitStatus::Exited(_, 0) => Ok(()),
             _ => Err(io::ErrorKind::PermissionDenied.into()),
         },

@@ -92,14 +92,8 @@ impl WorkerCgroup {
         if let Some(own) = dir.parent() {
             remove_leftovers(own);
         }
-        let mut made = Self::create(dir);
-        for _ in 1..MAKE_ATTEMPTS {
-            if made.is_ok() {
-                break;
-            }
-            made = Self::create(dir);
-        }
-        made
+        let mut attempts = (1..MAKE_ATTEMPTS).map(|_| Self::create(dir));
+        attempts.find(Result::is_ok).unwrap_or_else(|| Self::create(dir))
     }
 
     fn open(dir: &Path) -> io::Result<Self> {
@@ -116,19 +110,14 @@ impl WorkerCgroup {
         })
     }
 
-    /// The way into the group, valid as long as the group; none if there is no way any more.
-    fn find_entry(&self) -> Option<CgroupEntry> {
+    /// The way into the group, valid as long as the group, and its folder; none if there is no way any more: then no new
+    /// process is in it, and none must be looked for there.
+    pub(crate) fn entry(&self) -> Option<(CgroupEntry, &Path)> {
         let mut entry = self.entry.lock().unwrap_or_else(PoisonError::into_inner);
         if entry.is_none() {
             *entry = CgroupEntry::find(self.folder.as_raw_fd(), self.members.as_raw_fd()).ok();
         }
-        *entry
-    }
-
-    /// The way into the group, and its folder; none if there is no way any more: then no new process is in it, and none
-    /// must be looked for there.
-    pub(crate) fn entry(&self) -> Option<(CgroupEntry, &Path)> {
-        Some((self.find_entry()?, self.dir()))
+        Some(((*entry)?, self.dir()))
     }
 
     /// Kills all members, and those of the groups below.
@@ -146,22 +135,13 @@ impl WorkerCgroup {
 
 /// Processes of a group and of the groups below it, those that this process can see; none if there is no such group.
 pub(crate) fn members(group: &Path) -> Vec<i32> {
-    let mut pids = Vec::new();
-    add_members(group, MAX_DEPTH, &mut pids);
-    pids
-}
-
-fn add_members(group: &Path, depth: u32, pids: &mut Vec<i32>) {
-    let text = fs::read_to_string(group.join(MEMBERS)).unwrap_or_default();
-    // A process of another container has no number here.
-    pids.extend(
-        text.lines()
-            .filter_map(|line| line.parse::<i32>().ok())
-            .filter(|pid| *pid > 0),
-    );
-    for below in groups_below(group).filter(|_| depth > 0) {
-        add_members(&below, depth - 1, pids);
-    }
+    let members_of = |group: PathBuf| {
+        let text = fs::read_to_string(group.join(MEMBERS)).unwrap_or_default();
+        let pids = text.lines().filter_map(|line| line.parse().ok());
+        // A process of another container has no number here.
+        pids.filter(|pid| *pid > 0).collect::<Vec<i32>>()
+    };
+    tree(group).into_iter().flat_map(members_of).collect()
 }
 
 /// True if there is a process in the group or in one below it.
@@ -196,19 +176,26 @@ pub(crate) fn remove(group: &Path) -> io::Result<()> {
 
 /// Removes a group and those below it, if no process is in them.
 fn remove_tree(group: &Path) -> io::Result<()> {
-    remove_levels(group, MAX_DEPTH)
+    tree(group).iter().try_for_each(fs::remove_dir)
 }
 
-fn remove_levels(group: &Path, depth: u32) -> io::Result<()> {
-    for below in groups_below(group).filter(|_| depth > 0) {
-        remove_levels(&below, depth - 1)?;
+/// A group and those below it, the innermost first.
+fn tree(group: &Path) -> Vec<PathBuf> {
+    let mut groups = Vec::new();
+    add_tree(group, MAX_DEPTH, &mut groups);
+    groups
+}
+
+fn add_tree(group: &Path, depth: u32, groups: &mut Vec<PathBuf>) {
+    // The files of a group cannot be removed, and go with it: only folders count.
+    for below in groups_in(group).filter(|_| depth > 0) {
+        add_tree(&below, depth - 1, groups);
     }
-    fs::remove_dir(group)
+    groups.push(group.to_owned());
 }
 
-/// The files of a group cannot be removed, and go with it: only folders count.
-fn groups_below(group: &Path) -> impl Iterator<Item = PathBuf> {
-    let entries = fs::read_dir(group).into_iter().flatten().flatten();
+fn groups_in(folder: &Path) -> impl Iterator<Item = PathBuf> {
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
     entries
         .filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()))
         .map(|entry| entry.path())
@@ -260,15 +247,16 @@ fn hold_own(group: &Path) -> io::Result<File> {
 /// Each launcher holds a lock on the folder of its group while it lives. A process id would not do: the system reuses
 /// it, and it differs between containers. A lock ends with its holder.
 fn remove_leftovers(own: &Path) -> usize {
-    let groups = fs::read_dir(own).into_iter().flatten().flatten();
-    groups
-        .filter(|entry| entry.file_name().to_string_lossy().starts_with(PREFIX))
-        .filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()))
-        .filter(|entry| {
-            let group = entry.path();
-            let lock = hold(&group);
+    let is_ours = |group: &PathBuf| {
+        let name = group.file_name().unwrap_or_default();
+        name.to_string_lossy().starts_with(PREFIX)
+    };
+    groups_in(own)
+        .filter(is_ours)
+        .filter(|group| {
+            let lock = hold(group);
             // A process that comes in now, or a group that is made below, makes the removal fail.
-            lock.is_ok() && !is_populated(&group) && remove_tree(&group).is_ok()
+            lock.is_ok() && !is_populated(group) && remove_tree(group).is_ok()
         })
         .count()
 }
@@ -281,7 +269,7 @@ mod tests {
 
     use super::*;
     use crate::cgroup::wait_for;
-    use crate::spawn::process::{self, Image, Start, Streams};
+    use crate::spawn::process::{self, Image, Start};
 
     #[test]
     fn a_folder_that_is_no_control_group_is_refused_and_removed() {
@@ -320,11 +308,7 @@ mod tests {
         let argv = ["sh", "-c", &script].map(std::ffi::OsStr::new);
         let image = Image::new(Path::new("/bin/sh"), argv.into_iter(), &[]).unwrap();
         let null = File::options().write(true).open("/dev/null").unwrap();
-        let streams = Streams {
-            stdin: None,
-            stdout: Some(null.as_fd()),
-            stderr: Some(null.as_fd()),
-        };
+        let streams = [null.as_fd(); 3].map(Some);
         let start = Start {
             image,
             streams,
@@ -348,7 +332,7 @@ mod tests {
         let group = WorkerCgroup::create(&dir).unwrap();
         for _ in 0..3 {
             let ways = [
-                group.find_entry().unwrap(),
+                group.entry().unwrap().0,
                 CgroupEntry::Move(group.members.as_raw_fd()),
             ];
             for entry in ways {

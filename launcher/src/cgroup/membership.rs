@@ -17,25 +17,6 @@ pub(crate) struct CgroupMembership {
     membership: String,
 }
 
-/// One group of this process, and where its hierarchy is mounted.
-#[derive(Clone, Debug, PartialEq, Eq)]
-struct Place {
-    mount: PathBuf,
-    below: PathBuf,
-}
-
-impl Place {
-    /// The group's folder and those above it, nearest first, as far as they can be seen.
-    fn levels(self) -> impl Iterator<Item = PathBuf> {
-        let levels: Vec<PathBuf> = self
-            .below
-            .ancestors()
-            .map(|level| in_folder(&self.mount, level))
-            .collect();
-        levels.into_iter()
-    }
-}
-
 impl CgroupMembership {
     /// Of this process, now; nothing where `/proc` says nothing.
     pub(crate) fn of_this_process() -> Self {
@@ -48,43 +29,37 @@ impl CgroupMembership {
 
     /// The folder of this process's group of version 2.
     pub(crate) fn unified(&self) -> Option<PathBuf> {
-        let place = self.place_unified()?;
-        Some(in_folder(&place.mount, &place.below))
+        self.unified_levels().next()
     }
 
     /// Folders of this process's group of version 2 and of those above it, nearest first.
     pub(crate) fn unified_levels(&self) -> impl Iterator<Item = PathBuf> {
-        self.place_unified().into_iter().flat_map(Place::levels)
+        let mut lines = self.membership.lines();
+        let own = lines.find_map(|line| line.strip_prefix("0::"));
+        self.levels(own, |kind, _| kind == "cgroup2")
     }
 
     /// Folders of this process's group and of those above it in the hierarchy of version 1 that has `controller`,
     /// nearest first; none where that is not mounted.
     pub(crate) fn levels_of(&self, controller: &str) -> impl Iterator<Item = PathBuf> {
-        self.place_of(controller).into_iter().flat_map(Place::levels)
-    }
-
-    fn place_unified(&self) -> Option<Place> {
-        let own = self
-            .membership
-            .lines()
-            .find_map(|line| line.strip_prefix("0::"))?;
-        self.seen(own, |kind, _| kind == "cgroup2")
-    }
-
-    fn place_of(&self, controller: &str) -> Option<Place> {
         let has = |list: &str| list.split(',').any(|name| name == controller);
         let own = self.membership.lines().find_map(|line| {
             let (_, rest) = line.split_once(':')?;
             let (controllers, path) = rest.split_once(':')?;
             has(controllers).then_some(path)
-        })?;
-        self.seen(own, |kind, options| kind == "cgroup" && has(options))
+        });
+        self.levels(own, |kind, options| kind == "cgroup" && has(options))
     }
 
-    /// Where the group `own` of the first hierarchy with this type and these options of its file system is mounted.
-    fn seen(&self, own: &str, is_it: impl Fn(&str, &str) -> bool) -> Option<Place> {
-        let SeenGroup { mount, below } = SeenGroup::find(&self.mounts, own, is_it)?;
-        Some(Place { mount, below })
+    /// Folders of the group `own` and of those above it, as far as they can be seen, nearest first, in the first
+    /// hierarchy with this type and these options of its file system.
+    fn levels(&self, own: Option<&str>, is_it: impl Fn(&str, &str) -> bool) -> std::vec::IntoIter<PathBuf> {
+        let seen = own.and_then(|own| SeenGroup::find(&self.mounts, own, is_it));
+        let levels = |SeenGroup { mount, below }| -> Vec<PathBuf> {
+            let levels = below.ancestors();
+            levels.map(|level| in_folder(&mount, level)).collect()
+        };
+        seen.map(levels).unwrap_or_default().into_iter()
     }
 }
 

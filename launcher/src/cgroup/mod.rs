@@ -15,7 +15,7 @@ mod group;
 mod membership;
 
 pub use cores::{cpu_quota, usable_cores};
-pub(crate) use entry::{CgroupEntry, Forked, fork, wait_for};
+pub(crate) use entry::{CgroupEntry, fork, wait_for};
 pub use group::{NoGroup, parent_of_workers};
 pub(crate) use group::{WorkerCgroup, kill_members, members, remove};
 pub(crate) use membership::CgroupMembership;

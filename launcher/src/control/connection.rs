@@ -8,7 +8,7 @@ use std::time::Duration;
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use ddp_proto::control::{
-    KvRefusal, MAX_ACTIVITY_BYTES, MAX_CALLS, MAX_LINE_BYTES, PROTOCOL, ToAgent, ToWorker,
+    KvRefusal, MAX_ACTIVITY_BYTES, MAX_CALLS, MAX_LINE_BYTES, PROTOCOL, ToAgent, ToWorker, WorkerAssignment,
 };
 use ddp_proto::ids::{Generation, LocalRank};
 use ddp_proto::printable;
@@ -35,23 +35,24 @@ const MAX_GET: Duration = Duration::from_hours(24);
 /// Entries of one answer to a gather, as they are in a line: the rest of the line is not more.
 const MAX_PAGE_BYTES: usize = MAX_LINE_BYTES - 4096;
 
+/// The part of a hello that says which generation the worker is of.
+const GENERATION: &str = "generation";
+
 /// Why a connection is ended by the agent. Only a worker's hello that does not fit is worth a line on the console:
 /// a worker that cannot live without its connection says so itself.
 #[derive(Debug, thiserror::Error)]
 enum ConnectionError {
     #[error("process {pid} runs as user {uid}, not as the launcher's user")]
     OtherUser { pid: i32, uid: u32 },
-    #[error("process {pid} is not a worker of this generation, or not local rank {local_rank}")]
-    Stranger { pid: i32, local_rank: LocalRank },
     #[error("the first line of process {pid} is not a valid hello")]
     NoHello { pid: i32 },
-    #[error("process {pid} says that its process id is {claimed}")]
-    OtherPid { pid: i32, claimed: u32 },
-    #[error("process {pid} is of generation {theirs}, the current one is {ours}")]
-    Stale {
+    #[error("process {pid} says that its `{key}` is {theirs}")]
+    BadHello {
         pid: i32,
-        theirs: Generation,
-        ours: Generation,
+        key: &'static str,
+        theirs: u64,
+        /// None: the local rank of the worker, if the process belongs to one.
+        ours: Option<u64>,
     },
     #[error("the line is malformed or longer than {MAX_LINE_BYTES} bytes")]
     BadLine,
@@ -62,20 +63,19 @@ enum ConnectionError {
 impl ConnectionError {
     /// What does not fit in the hello of a process that belongs to a worker, and that worker; none for a stranger.
     fn bad_hello(&self, hub: &Hub) -> Option<ControlEvent> {
+        let Self::BadHello {
+            pid,
+            key,
+            theirs,
+            ours,
+        } = *self
+        else {
+            return None;
+        };
         let context = hub.context.borrow();
         let context = context.as_ref()?;
-        let (pid, key, theirs, ours) = match self {
-            Self::OtherPid { pid, claimed } => (*pid, "pid", claimed.to_string(), None),
-            Self::Stranger { pid, local_rank } => (*pid, "local_rank", local_rank.to_string(), None),
-            Self::Stale { pid, theirs, ours } => (*pid, "generation", theirs.to_string(), Some(ours)),
-            _ => return None,
-        };
         let local_rank = peer::owner(pid, &context.pids)?;
-        let ours = match (self, ours) {
-            (Self::OtherPid { .. }, _) => pid.to_string(),
-            (_, Some(generation)) => generation.to_string(),
-            _ => local_rank.to_string(),
-        };
+        let ours = ours.unwrap_or(u64::from(local_rank.0));
         Some(ControlEvent {
             generation: context.generation,
             local_rank,
@@ -145,13 +145,19 @@ impl<'a> WorkerConnection<'a> {
         };
         let local_rank = LocalRank(local_rank);
         if u32::try_from(pid) != Ok(claimed) {
-            return Err(ConnectionError::OtherPid { pid, claimed });
+            return Err(ConnectionError::BadHello {
+                pid,
+                key: "pid",
+                theirs: claimed.into(),
+                ours: u64::try_from(pid).ok(),
+            });
         }
         let (store, assignment) = match await_context(hub, pid, local_rank, generation).await {
             Ok(context) => context,
             Err(refusal) => {
-                if let ConnectionError::Stale { ours, .. } = &refusal {
-                    let cause = format!("generation {ours} has started");
+                if matches!(refusal, ConnectionError::BadHello { key: GENERATION, .. })
+                    && let Some(cause) = over(hub, generation)
+                {
                     let line = encode(&ToWorker::GenerationOver { generation, cause });
                     let _ = timeout(WRITE_BOUND, writer.write_all(&line)).await;
                 }
@@ -167,7 +173,7 @@ impl<'a> WorkerConnection<'a> {
             listens,
             queue: queue.clone(),
         };
-        hub.enter(id, member);
+        hub.connections().insert(id, member);
         if let Some(cause) = asked_to_stop(hub, generation) {
             let _ = queue.try_send(encode(&ToWorker::StopAtStepBoundary { cause }));
         }
@@ -230,7 +236,10 @@ impl<'a> WorkerConnection<'a> {
             }
             ToAgent::KvPut { call, key, value } => {
                 let store = self.store.clone();
-                self.answer(call, async move { store.put(&key, &value).await.map(|()| None) });
+                self.answer(call, async move {
+                    store.put(&key, &value).await?;
+                    Ok(kv_reply(call, None))
+                });
             }
             ToAgent::KvGet {
                 call,
@@ -239,7 +248,10 @@ impl<'a> WorkerConnection<'a> {
             } => {
                 let store = self.store.clone();
                 let bound = Duration::from_millis(timeout_ms).min(MAX_GET);
-                self.answer(call, async move { store.get(&key, bound).await.map(Some) });
+                self.answer(call, async move {
+                    let value = store.get(&key, bound).await?;
+                    Ok(kv_reply(call, Some(value.to_string())))
+                });
             }
             ToAgent::KvGather {
                 call,
@@ -250,7 +262,7 @@ impl<'a> WorkerConnection<'a> {
             } => {
                 let store = self.store.clone();
                 let bound = Duration::from_millis(timeout_ms).min(MAX_GET);
-                self.answer_with(call, async move {
+                self.answer(call, async move {
                     let entries = store.gather(&prefix, count, bound).await?;
                     let (entries, more) = page(&entries, &after);
                     Ok(ToWorker::KvEntries { call, entries, more })
@@ -271,23 +283,6 @@ impl<'a> WorkerConnection<'a> {
     fn answer(
         &mut self,
         call: u64,
-        result: impl Future<Output = Result<Option<Arc<str>>, KvError>> + Send + 'static,
-    ) {
-        self.answer_with(call, async move {
-            let value = result.await?.map(|value| value.to_string());
-            Ok(ToWorker::KvReply {
-                call,
-                value,
-                error: None,
-                refusal: None,
-            })
-        });
-    }
-
-    /// The same with any answer.
-    fn answer_with(
-        &mut self,
-        call: u64,
         result: impl Future<Output = Result<ToWorker, KvError>> + Send + 'static,
     ) {
         let Some(queue) = self.queue.upgrade() else {
@@ -296,10 +291,8 @@ impl<'a> WorkerConnection<'a> {
         // A worker that waits for an answer before it calls again must not be refused because of the one it has got.
         while self.calls.try_join_next().is_some() {}
         if self.calls.len() >= MAX_CALLS {
-            let refused = KvError {
-                why: KvRefusal::Other,
-                words: format!("{MAX_CALLS} calls are already in progress, the maximum"),
-            };
+            let words = format!("{MAX_CALLS} calls are already in progress, the maximum");
+            let refused = KvError::new(KvRefusal::Other, words);
             let _ = queue.try_send(reply(call, Err(refused)));
             return;
         }
@@ -312,15 +305,23 @@ impl<'a> WorkerConnection<'a> {
                 result = result => result,
                 context = superseded => {
                     let cause = context.ok().and_then(|context| ended(context.as_ref(), generation));
-                    Err(KvError {
-                        why: KvRefusal::Superseded,
-                        words: format!("generation superseded: {}", cause.unwrap_or_default()),
-                    })
+                    let words = format!("generation superseded: {}", cause.unwrap_or_default());
+                    Err(KvError::new(KvRefusal::Superseded, words))
                 }
             };
             // Waits for the worker to read; ends with the connection.
             let _ = queue.send(reply(call, result)).await;
         });
+    }
+}
+
+/// The answer to a call that was done.
+fn kv_reply(call: u64, value: Option<String>) -> ToWorker {
+    ToWorker::KvReply {
+        call,
+        value,
+        error: None,
+        refusal: None,
     }
 }
 
@@ -394,26 +395,31 @@ async fn await_context(
             .as_ref()
             .is_none_or(|context| context.generation != theirs || context.spawned || known(context))
     });
-    let stranger = || ConnectionError::Stranger { pid, local_rank };
+    let bad_hello = |key, theirs, ours| ConnectionError::BadHello {
+        pid,
+        key,
+        theirs,
+        ours,
+    };
+    let stranger = || bad_hello("local_rank", local_rank.0.into(), None);
     let context = timeout(GREETING_BOUND, settled).await.map_err(|_| stranger())?;
     let context = context.map_err(|_| stranger())?;
     let context = context.as_ref().ok_or_else(stranger)?;
     if context.generation != theirs {
-        let ours = context.generation;
-        return Err(ConnectionError::Stale { pid, theirs, ours });
+        return Err(bad_hello(GENERATION, theirs.0, Some(context.generation.0)));
     }
     let contract = context
         .contracts
         .get(local_rank.0 as usize)
         .filter(|_| known(context))
         .ok_or_else(stranger)?;
-    let assignment = encode(&ToWorker::Assignment {
+    let assignment = encode(&ToWorker::Assignment(WorkerAssignment {
         protocol: PROTOCOL,
         generation: theirs,
         env: contract.clone(),
         node_addr: context.node_addr.clone(),
         data_key: context.data_key.clone(),
-    });
+    }));
     Ok((context.store.clone(), assignment))
 }
 

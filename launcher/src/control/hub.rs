@@ -70,10 +70,6 @@ impl Hub {
         self.connections.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(super) fn enter(&self, id: u64, member: Member) {
-        self.connections().insert(id, member);
-    }
-
     pub(super) fn has_connection_of(&self, local_rank: LocalRank) -> bool {
         let connections = self.connections();
         connections.values().any(|member| member.local_rank == local_rank)

@@ -1,6 +1,7 @@
 //! Key-value calls of the workers: forwarded to the daemon, reads shared by all workers of the node.
 
 use std::collections::HashMap;
+use std::hash::Hash;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
@@ -33,6 +34,12 @@ pub(crate) struct KvError {
     pub(crate) why: KvRefusal,
     /// For people.
     pub(crate) words: String,
+}
+
+impl KvError {
+    pub(crate) fn new(why: KvRefusal, words: String) -> Self {
+        Self { why, words }
+    }
 }
 
 /// One key that workers of this node read.
@@ -95,10 +102,7 @@ impl Store {
 
     /// Stores an entry; `value` is base64. Tried for [`PUT_BOUND`] while the daemon is away.
     pub(crate) async fn put(&self, key: &str, value: &str) -> Result<(), KvError> {
-        let invalid = |words| KvError {
-            why: KvRefusal::Other,
-            words,
-        };
+        let invalid = |words| KvError::new(KvRefusal::Other, words);
         let value = STANDARD
             .decode(value)
             .map_err(|error| invalid(format!("value of `{key}` is not base64: {error}")))?;
@@ -153,7 +157,7 @@ impl Store {
     /// Reads an entry as base64, waiting up to `bound` until a rank writes it; looks at least once.
     pub(crate) async fn get(&self, key: &str, bound: Duration) -> Result<Arc<str>, KvError> {
         let deadline = Instant::now() + bound;
-        let cell = self.cell(key);
+        let cell = shared(&self.read, key.to_owned(), MAX_CACHED);
         // A reader that waited in vain for its turn looks itself: "not written" holds at the deadline, not when another
         // reader asked.
         let turn = timeout_at(deadline, cell.turn.lock()).await;
@@ -178,7 +182,7 @@ impl Store {
         } else {
             deadline
         };
-        let gathered = self.gathered(prefix, count);
+        let gathered = shared(&self.gathered, (prefix.to_owned(), count), MAX_GATHERED);
         let in_vain = || {
             if count == 0 || gathered.is_away.load(Ordering::Relaxed) {
                 no_answer(prefix, bound)
@@ -221,34 +225,6 @@ impl Store {
         Ok(gathered.entries.get_or_init(|| entries).clone())
     }
 
-    fn gathered(&self, prefix: &str, count: u32) -> Arc<Gathered> {
-        let mut all = self.gathered.lock().unwrap_or_else(PoisonError::into_inner);
-        let key = (prefix.to_owned(), count);
-        if let Some(gathered) = all.get(&key) {
-            return gathered.clone();
-        }
-        let gathered = Arc::<Gathered>::default();
-        if all.len() >= MAX_GATHERED {
-            all.retain(|_, gathered| Arc::strong_count(gathered) > 1);
-        }
-        if all.len() < MAX_GATHERED {
-            all.insert(key, gathered.clone());
-        }
-        gathered
-    }
-
-    fn cell(&self, key: &str) -> Arc<Cell> {
-        let mut cells = self.read.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(cell) = cells.get(key) {
-            return cell.clone();
-        }
-        let cell = Arc::<Cell>::default();
-        if cells.len() < MAX_CACHED {
-            cells.insert(key.to_owned(), cell.clone());
-        }
-        cell
-    }
-
     async fn fetch(&self, key: &str, bound: Duration, deadline: Instant) -> Result<Arc<str>, KvError> {
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
@@ -257,15 +233,29 @@ impl Store {
                 // The daemon has a longest wait of its own.
                 Ok(None) if Instant::now() < deadline => {}
                 Ok(None) => {
-                    return Err(KvError {
-                        why: KvRefusal::NotWritten,
-                        words: format!("no rank wrote `{key}` within {:.1} s", bound.as_secs_f64()),
-                    });
+                    let words = format!("no rank wrote `{key}` within {:.1} s", bound.as_secs_f64());
+                    return Err(KvError::new(KvRefusal::NotWritten, words));
                 }
                 Err(error) => pause_or_refuse(error, deadline + ANSWER_GRACE).await?,
             }
         }
     }
+}
+
+/// The value of a key, which callers share while there is room for `most`.
+fn shared<K: Eq + Hash, V: Default>(all: &Mutex<HashMap<K, Arc<V>>>, key: K, most: usize) -> Arc<V> {
+    let mut all = all.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(value) = all.get(&key) {
+        return value.clone();
+    }
+    let value = Arc::<V>::default();
+    if all.len() >= most {
+        all.retain(|_, value| Arc::strong_count(value) > 1);
+    }
+    if all.len() < most {
+        all.insert(key, value.clone());
+    }
+    value
 }
 
 /// Asks until there is an answer; it ends with the generation's store.
@@ -289,18 +279,14 @@ async fn fetch_all(
 
 fn too_few(prefix: &str, waited: Duration) -> KvError {
     let waited = waited.as_secs_f64();
-    KvError {
-        why: KvRefusal::NotWritten,
-        words: format!("not all ranks wrote a key with `{prefix}` within {waited:.1} s"),
-    }
+    let words = format!("not all ranks wrote a key with `{prefix}` within {waited:.1} s");
+    KvError::new(KvRefusal::NotWritten, words)
 }
 
 fn no_answer(key: &str, waited: Duration) -> KvError {
     let waited = waited.as_secs_f64();
-    KvError {
-        why: KvRefusal::Unavailable,
-        words: format!("the rendezvous daemon did not answer for `{key}` within {waited:.1} s"),
-    }
+    let words = format!("the rendezvous daemon did not answer for `{key}` within {waited:.1} s");
+    KvError::new(KvRefusal::Unavailable, words)
 }
 
 /// The client opens a broken connection again, and a daemon that was restarted learns of the generation from
@@ -317,8 +303,7 @@ async fn pause_or_refuse(error: ClientError, deadline: Instant) -> Result<(), Kv
         _ => KvRefusal::Other,
     };
     if why != KvRefusal::Unavailable || Instant::now() + RETRY_PAUSE >= deadline {
-        let words = error.to_string();
-        return Err(KvError { why, words });
+        return Err(KvError::new(why, error.to_string()));
     }
     tokio::time::sleep(RETRY_PAUSE).await;
     Ok(())

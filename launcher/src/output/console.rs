@@ -94,7 +94,7 @@ impl Console {
     /// Queues output of a worker. Waits for a slow console, but not for a blocked one.
     pub(crate) fn put(&self, chunk: Chunk) {
         let has_no_room = |state: &State| state.queued_bytes >= QUEUE_BYTES && !state.blocked;
-        let mut state = self.wait_while(self.lock(), STALL, None, has_no_room);
+        let mut state = self.wait_while(self.shared.lock(), STALL, None, has_no_room);
         let is_blocked = has_no_room(&state);
         state.blocked |= is_blocked;
         self.enqueue(state, chunk, QUEUE_BYTES);
@@ -105,24 +105,24 @@ impl Console {
     pub(crate) fn say(&self, text: &str) {
         let text = printable::text(text);
         let lines: String = text.lines().flat_map(|line| [line, "\n"]).collect();
-        self.enqueue(self.lock(), own(lines), QUEUE_BYTES_WITH_OWN);
+        self.enqueue(self.shared.lock(), own(lines), QUEUE_BYTES_WITH_OWN);
     }
 
     /// Shows the numbers of a step on the progress bar, if there is one. Never waits.
     pub(crate) fn progress(&self, step: u64, progress: Progress) {
-        self.lock().progress = Some((step, progress));
+        self.shared.lock().progress = Some((step, progress));
         self.shared.filled.notify_one();
     }
 
     /// Grows whenever the console took something: a console that writes nothing is blocked, or has nothing to do.
     pub(crate) fn written(&self) -> u64 {
-        self.lock().written
+        self.shared.lock().written
     }
 
     /// Ends the bar and the thread; returns when all is written, when the console has taken nothing for `patience`,
     /// or after [`CLOSE_BOUND`]. Lines put later are lost.
     pub(crate) fn close(&self, patience: Duration) {
-        let mut state = self.lock();
+        let mut state = self.shared.lock();
         state.closing = true;
         self.shared.filled.notify_one();
         let last = Instant::now() + CLOSE_BOUND;
@@ -166,10 +166,6 @@ impl Console {
         drop(state);
         self.shared.filled.notify_one();
     }
-
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.shared.lock()
-    }
 }
 
 impl Shared {
@@ -180,10 +176,10 @@ impl Shared {
 
     /// Waits for something to write.
     fn next_batch(&self) -> Batch {
-        let mut state = self.lock();
-        while state.queue.is_empty() && state.progress.is_none() && !state.closing {
-            state = self.filled.wait(state).unwrap_or_else(PoisonError::into_inner);
-        }
+        let is_idle =
+            |state: &mut State| state.queue.is_empty() && state.progress.is_none() && !state.closing;
+        let filled = self.filled.wait_while(self.lock(), is_idle);
+        let mut state = filled.unwrap_or_else(PoisonError::into_inner);
         let mut batch = Batch {
             chunks: Vec::new(),
             progress: state.progress.take(),
@@ -362,7 +358,7 @@ mod tests {
             console.put(lines(Stream::Stdout, line.clone()));
         }
         // Some are in the writer's hands, some in the queue; the rest is lost, and nothing waits again.
-        let dropped = console.lock().dropped_lines;
+        let dropped = console.shared.lock().dropped_lines;
         assert!((8..=12).contains(&dropped), "{dropped} dropped");
         console.close(Duration::ZERO);
         drop(tickets);
@@ -409,7 +405,7 @@ mod tests {
             console.put(lines(Stream::Stdout, line.clone()));
         }
         assert_eq!(reader.join().unwrap(), 20 << 20);
-        assert_eq!(console.lock().dropped_lines, 0);
+        assert_eq!(console.shared.lock().dropped_lines, 0);
         console.close(Duration::from_secs(20));
     }
 }

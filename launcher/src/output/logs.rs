@@ -29,6 +29,16 @@ pub struct LogError {
     pub cause: io::Error,
 }
 
+impl LogError {
+    /// The error of making this file or directory.
+    pub(crate) fn at(path: &Path) -> impl FnOnce(io::Error) -> Self {
+        |cause| Self {
+            path: path.to_owned(),
+            cause,
+        }
+    }
+}
+
 fn hint(cause: &io::Error) -> &'static str {
     match cause.kind() {
         io::ErrorKind::AlreadyExists => "another run writes there: give each run its own `--log-dir`",
@@ -40,16 +50,12 @@ fn hint(cause: &io::Error) -> &'static str {
 pub(crate) fn create_log_dir(path: &Path) -> Result<Vec<PathBuf>, LogError> {
     let missing = path.ancestors().take_while(|folder| !folder.exists());
     let missing = missing.map(Path::to_owned).collect();
-    fs::create_dir_all(path)
-        .map(|()| missing)
-        .map_err(|cause| LogError {
-            path: path.to_owned(),
-            cause: match cause.kind() {
-                // A directory may be there already; this is something else.
-                io::ErrorKind::AlreadyExists => io::Error::from_raw_os_error(libc::ENOTDIR),
-                _ => cause,
-            },
-        })
+    let made = fs::create_dir_all(path).map_err(|cause| match cause.kind() {
+        // A directory may be there already; this is something else.
+        io::ErrorKind::AlreadyExists => io::Error::from_raw_os_error(libc::ENOTDIR),
+        _ => cause,
+    });
+    made.map(|()| missing).map_err(LogError::at(path))
 }
 
 /// Removes folders that are empty, the innermost first.
@@ -64,11 +70,10 @@ pub(crate) fn open_filtered(log_dir: &Path, attempt: u32, name: &str) -> Result<
     let path = directory.join(name);
     fs::create_dir_all(&directory)
         .and_then(|()| {
-            let truncated = File::create(&path)?;
-            drop(truncated);
+            fs::write(&path, "")?;
             File::options().append(true).open(&path)
         })
-        .map_err(|cause| LogError { path, cause })
+        .map_err(LogError::at(&path))
 }
 
 /// The first attempt that has no folder in `log_dir`, nor has any after it.
@@ -124,25 +129,18 @@ impl WorkerFiles {
         attempt: u32,
         rank: GlobalRank,
     ) -> Result<Self, LogError> {
-        let (directory, files) = if let Some(root) = log_dir {
-            let directory = root.join(format!("attempt_{attempt}")).join(rank.to_string());
-            (directory.clone(), Self::Logged(directory))
-        } else {
-            let file = scratch.join(format!("attempt_{attempt}_rank_{rank}_error.json"));
-            (scratch.to_owned(), Self::Scratch(file))
+        let Some(root) = log_dir else {
+            fs::create_dir_all(scratch).map_err(LogError::at(scratch))?;
+            let file = format!("attempt_{attempt}_rank_{rank}_error.json");
+            return Ok(Self::Scratch(scratch.join(file)));
         };
-        let claimed = match (&files, directory.parent()) {
-            // It is new, or belongs to another run that began at the same moment.
-            (Self::Logged(_), Some(attempt)) => {
-                fs::create_dir_all(attempt).and_then(|()| fs::create_dir(&directory))
-            }
-            _ => fs::create_dir_all(&directory),
-        };
-        claimed.map_err(|cause| LogError {
-            path: directory,
-            cause,
-        })?;
-        Ok(files)
+        let attempt = root.join(format!("attempt_{attempt}"));
+        let directory = attempt.join(rank.to_string());
+        // It is new, or belongs to another run that began at the same moment.
+        fs::create_dir_all(&attempt)
+            .and_then(|()| fs::create_dir(&directory))
+            .map_err(LogError::at(&directory))?;
+        Ok(Self::Logged(directory))
     }
 
     /// `TORCHELASTIC_ERROR_FILE`.
@@ -168,8 +166,8 @@ impl WorkerFiles {
         let (Some(stdout), Some(stderr)) = (self.logged("stdout.log"), self.logged("stderr.log")) else {
             return Ok(None);
         };
-        let open = |path: PathBuf| File::create(&path).map_err(|cause| LogError { path, cause });
-        Ok(Some((open(stdout)?, open(stderr)?)))
+        let open = |path: &Path| File::create(path).map_err(LogError::at(path));
+        Ok(Some((open(&stdout)?, open(&stderr)?)))
     }
 
     fn logged(&self, name: &str) -> Option<PathBuf> {

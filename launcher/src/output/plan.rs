@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use ddp_proto::env::WorkerEnv;
 use ddp_proto::ids::{GlobalRank, LocalRank};
 
 use crate::output::streams::Stream;
@@ -96,14 +97,6 @@ impl OutputPlan {
         shown.min(most) as u32
     }
 
-    /// Lines of a stream that are written a second time contain one of these.
-    pub(crate) fn filters(&self, stream: Stream) -> &[String] {
-        match stream {
-            Stream::Stdout => &self.stdout_filters,
-            Stream::Stderr => &self.stderr_filters,
-        }
-    }
-
     /// True if something goes to log files that the console does not show.
     pub fn needs_files(&self) -> bool {
         let none = StreamsByRank::default();
@@ -118,97 +111,58 @@ fn among(filter: Option<&BTreeSet<u32>>, rank: u32) -> bool {
     filter.is_none_or(|ranks| ranks.contains(&rank))
 }
 
-/// What precedes every line of a worker, in parts: text and variables.
+/// What precedes every line of a worker: `[${role_name}${local_rank}]: `, as torchrun reads it. `$rank` is `${rank}`, `$$`
+/// is a dollar sign, and what is no known variable is text.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct PrefixTemplate(Vec<Part>);
-
-#[derive(Clone, Debug, PartialEq, Eq)]
-enum Part {
-    Text(String),
-    Rank,
-    LocalRank,
-    RoleName,
-    Hostname,
-}
-
-impl Part {
-    fn named(name: &str) -> Option<Self> {
-        match name {
-            "rank" => Some(Self::Rank),
-            "local_rank" => Some(Self::LocalRank),
-            "role_name" => Some(Self::RoleName),
-            "hostname" => Some(Self::Hostname),
-            _ => None,
-        }
-    }
-}
-
-/// The worker whose lines get a prefix.
-pub(crate) struct LineSource<'a> {
-    pub(crate) rank: GlobalRank,
-    pub(crate) local_rank: LocalRank,
-    pub(crate) role: &'a str,
-    pub(crate) hostname: &'a str,
-}
+pub struct PrefixTemplate(String);
 
 impl Default for PrefixTemplate {
     fn default() -> Self {
-        Self(vec![Part::Text("[".into()), Part::Rank, Part::Text("] ".into())])
+        Self("[${rank}] ".into())
     }
 }
 
 impl PrefixTemplate {
-    /// Reads `[${role_name}${local_rank}]: ` as torchrun does: `$rank` is `${rank}`, `$$` is a dollar sign, and what is
-    /// no known variable is text.
-    pub fn parse(template: &str) -> Self {
-        let mut parts = Vec::new();
-        let mut rest = template;
-        while let Some((text, after)) = rest.split_once('$') {
-            parts.push(Part::Text(text.to_owned()));
-            let (part, after) = after_dollar(after);
-            parts.push(part);
-            rest = after;
-        }
-        parts.push(Part::Text(rest.to_owned()));
-        Self(parts)
+    /// Every text is a template.
+    pub fn new(template: &str) -> Self {
+        Self(template.to_owned())
     }
 
     /// The prefix of one worker, with all that stands between it and the text.
-    pub(crate) fn of(&self, source: &LineSource<'_>) -> String {
-        let mut prefix = String::new();
-        for part in &self.0 {
-            match part {
-                Part::Text(text) => prefix.push_str(text),
-                Part::Rank => prefix.push_str(&source.rank.to_string()),
-                Part::LocalRank => prefix.push_str(&source.local_rank.to_string()),
-                Part::RoleName => prefix.push_str(source.role),
-                Part::Hostname => prefix.push_str(source.hostname),
+    pub(crate) fn of(&self, worker: &WorkerEnv, hostname: &str) -> String {
+        let (mut prefix, mut rest) = (String::new(), self.0.as_str());
+        while let Some((text, after)) = rest.split_once('$') {
+            prefix.push_str(text);
+            if let Some(after) = after.strip_prefix('$') {
+                prefix.push('$');
+                rest = after;
+                continue;
             }
+            let name = variable(after);
+            match name.trim_matches(['{', '}']) {
+                "rank" => prefix.push_str(&worker.rank.to_string()),
+                "local_rank" => prefix.push_str(&worker.local_rank.to_string()),
+                "role_name" => prefix.push_str(&worker.role),
+                "hostname" => prefix.push_str(hostname),
+                _ => prefix.extend(["$", name]),
+            }
+            rest = &after[name.len()..];
         }
-        prefix
+        prefix + rest
     }
 }
 
-/// What a dollar sign and the beginning of `after` stand for, and what follows.
-fn after_dollar(after: &str) -> (Part, &str) {
-    if let Some(rest) = after.strip_prefix('$') {
-        return (Part::Text("$".into()), rest);
-    }
+/// The name of a variable that `after` begins with, perhaps in braces; empty without one.
+fn variable(after: &str) -> &str {
     let is_of_name = |c: char| c == '_' || c.is_ascii_alphanumeric();
-    if let Some((name, rest)) = after.strip_prefix('{').and_then(|braced| braced.split_once('}'))
+    if let Some((name, _)) = after.strip_prefix('{').and_then(|braced| braced.split_once('}'))
         && !name.is_empty()
         && name.chars().all(is_of_name)
     {
-        let part = Part::named(name).unwrap_or_else(|| Part::Text(format!("${{{name}}}")));
-        return (part, rest);
+        return &after[..name.len() + 2];
     }
     let end = after.find(|c| !is_of_name(c)).unwrap_or(after.len());
-    let (name, rest) = after.split_at(end);
-    if name.is_empty() {
-        return (Part::Text("$".into()), rest);
-    }
-    let part = Part::named(name).unwrap_or_else(|| Part::Text(format!("${name}")));
-    (part, rest)
+    &after[..end]
 }
 
 #[cfg(test)]
@@ -280,19 +234,19 @@ mod tests {
 
     #[test]
     fn prefixes_follow_their_template() {
-        let source = LineSource {
+        let worker = WorkerEnv {
             rank: GlobalRank(11),
             local_rank: LocalRank(3),
-            role: "trainer",
-            hostname: "node7",
+            role: "trainer".into(),
+            ..WorkerEnv::single()
         };
-        let of = |template: &str| PrefixTemplate::parse(template).of(&source);
+        let of = |template: &str| PrefixTemplate::new(template).of(&worker, "node7");
         assert_eq!(of("[${role_name}${local_rank}]:"), "[trainer3]:");
         assert_eq!(of("${rank}"), "11");
         assert_eq!(of("${hostname}:${rank}: "), "node7:11: ");
         assert_eq!(of("$role_name/$rank $ranks $"), "trainer/11 $ranks $");
         assert_eq!(of("$$rank ${group_rank} ${rank"), "$rank ${group_rank} ${rank");
         assert_eq!(of("${} ${a b}$"), "${} ${a b}$");
-        assert_eq!(PrefixTemplate::default().of(&source), "[11] ");
+        assert_eq!(PrefixTemplate::default().of(&worker, "node7"), "[11] ");
     }
 }

@@ -15,7 +15,6 @@ use std::time::Duration;
 use ddp_proto::ids::GlobalRank;
 use tokio::io::AsyncReadExt;
 use tokio::net::unix::pipe;
-use tokio::runtime::Runtime;
 use tokio::sync::{mpsc, watch};
 use tokio::time::{Instant, timeout_at};
 
@@ -23,11 +22,14 @@ use crate::output::console::Console;
 use crate::output::lines::{End, LineBuffer, Segment};
 use crate::output::repeated_errors::RankErrors;
 use crate::output::streams::{Chunk, Source, Stream};
+use crate::threads;
 
 /// Lines of stderr kept for the failure report.
 const TAIL_LINES: usize = 20;
 /// Longest line kept for the failure report.
 const TAIL_LINE_BYTES: usize = 1000;
+/// Stack of the reading thread.
+const STACK_BYTES: usize = 512 << 10;
 /// Bytes read at once.
 const READ_BYTES: usize = 64 << 10;
 /// Pipes that may wait for the thread: two for each worker that is being started.
@@ -83,27 +85,15 @@ impl OutputReader {
     /// Starts the thread.
     pub(crate) fn start(console: Console) -> io::Result<Self> {
         let (streams, mut queue) = mpsc::channel::<WorkerStream>(PIPE_QUEUE);
-        let (runtime, handed_over) = std::sync::mpsc::channel::<Runtime>();
-        std::thread::Builder::new()
-            .name("reader".into())
-            .stack_size(512 << 10)
-            .spawn(move || {
-                let Ok(runtime) = handed_over.recv() else {
-                    return;
-                };
-                runtime.block_on(async move {
-                    let pending = Arc::<AtomicUsize>::default();
-                    while let Some(stream) = queue.recv().await {
-                        let lines = LineBuffer::new(pending.clone());
-                        tokio::spawn(read(stream, lines, console.clone()));
-                    }
-                });
-            })?;
-        // Made when there is a thread for it: here, on the agent's own runtime, it could not even be dropped.
-        let made = tokio::runtime::Builder::new_current_thread()
-            .enable_all()
-            .build()?;
-        runtime.send(made).expect("a thread that waits for it");
+        threads::start_runtime("reader", STACK_BYTES, move || {
+            Ok(async move {
+                let pending = Arc::<AtomicUsize>::default();
+                while let Some(stream) = queue.recv().await {
+                    let lines = LineBuffer::new(pending.clone());
+                    tokio::spawn(read(stream, lines, console.clone()));
+                }
+            })
+        })?;
         Ok(Self { streams })
     }
 
@@ -113,32 +103,27 @@ impl OutputReader {
     }
 }
 
-async fn read(worker: WorkerStream, mut lines: LineBuffer, console: Console) {
-    let WorkerStream {
-        rank,
-        stream,
-        pipe,
-        mut log,
-        mut tail,
-        prefix,
-        errors,
-        mut duplicate,
-    } = worker;
-    let Ok(mut pipe) = pipe::Receiver::from_owned_fd(pipe) else {
+async fn read(mut worker: WorkerStream, mut lines: LineBuffer, console: Console) {
+    let Ok(mut pipe) = pipe::Receiver::from_owned_fd(worker.pipe) else {
         return;
     };
-    let id = u64::from(rank.0);
-    let source = Source { stream, id };
-    let mut shown = prefix.map(|prefix| ShownStream::new(console.clone(), source, &prefix, errors));
+    let rank = worker.rank;
+    let source = Source {
+        stream: worker.stream,
+        id: u64::from(rank.0),
+    };
+    let new = |prefix: String| ShownStream::new(console.clone(), source, &prefix, worker.errors);
+    let mut shown = worker.prefix.map(new);
     let mut take = |segment: &Segment<'_>, shown: &mut Option<ShownStream>| {
-        tail.push(segment);
+        worker.tail.push(segment);
         if let Some(shown) = shown {
             shown.take(segment);
         }
+        let duplicate = &mut worker.duplicate;
         let copied = duplicate.as_ref().map_or(Ok(()), |file| file.copy(segment.text));
         if let Err(error) = copied {
             console.say(&format!("stopped copying filtered lines of rank {rank}: {error}"));
-            duplicate = None;
+            *duplicate = None;
         }
     };
     let mut buffer = vec![0; READ_BYTES];
@@ -159,11 +144,11 @@ async fn read(worker: WorkerStream, mut lines: LineBuffer, console: Console) {
             break;
         };
         let bytes = &buffer[..read];
-        if let Some(file) = &mut log
+        if let Some(file) = &mut worker.log
             && let Err(error) = file.write_all(bytes)
         {
             console.say(&format!("stopped writing the log files of rank {rank}: {error}"));
-            log = None;
+            worker.log = None;
         }
         lines.push(bytes, |segment| take(segment, &mut shown));
         if let Some(shown) = &mut shown {
@@ -188,16 +173,15 @@ struct ShownStream {
 
 impl ShownStream {
     fn new(console: Console, source: Source, prefix: &str, errors: Option<RankErrors>) -> Self {
-        let next = Chunk {
-            source,
-            prefix: prefix.into(),
-            bytes: Vec::new(),
-            continues: false,
-        };
         Self {
             console,
             errors,
-            next,
+            next: Chunk {
+                source,
+                prefix: prefix.into(),
+                bytes: Vec::new(),
+                continues: false,
+            },
             deadline: None,
         }
     }

@@ -3,8 +3,8 @@
 //! A thread of its own writes, so that a file system that hangs never stops supervision; what does not fit into
 //! its queue is dropped and counted in the next line.
 
-use std::fs::{File, OpenOptions};
-use std::io::{self, Write};
+use std::fs::File;
+use std::io::Write;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{SyncSender, sync_channel};
@@ -14,6 +14,7 @@ use serde::Serialize;
 use tokio::sync::oneshot;
 use tokio::time::timeout;
 
+use crate::agent::ExitReason;
 use crate::output::logs::LogError;
 
 /// Lines that may wait to be written.
@@ -87,21 +88,12 @@ struct Writer {
 }
 
 impl EventLog {
-    /// Opens the file for appending.
-    pub(crate) fn open(path: &Path) -> Result<File, LogError> {
-        let file = OpenOptions::new().create(true).append(true).open(path);
-        file.map_err(|cause| LogError {
-            path: path.to_owned(),
-            cause,
-        })
-    }
-
-    /// Starts the thread that writes to `file`, if there is one.
-    pub(crate) fn start(file: Option<File>, job_id: &str, node: &str) -> io::Result<Self> {
+    /// Opens the file for appending, if there is one, and starts the thread that writes to it.
+    pub(crate) fn start(path: Option<&Path>, job_id: &str, node: &str) -> Result<Self, ExitReason> {
         Ok(Self {
             job_id: job_id.to_owned(),
             node: node.to_owned(),
-            writer: file.map(Writer::start).transpose()?,
+            writer: path.map(Writer::start).transpose()?,
             dropped: AtomicU64::new(0),
         })
     }
@@ -141,7 +133,9 @@ impl EventLog {
 }
 
 impl Writer {
-    fn start(mut file: File) -> io::Result<Self> {
+    fn start(path: &Path) -> Result<Self, ExitReason> {
+        let file = File::options().create(true).append(true).open(path);
+        let mut file = file.map_err(LogError::at(path))?;
         let (lines, queue) = sync_channel::<Vec<u8>>(QUEUE);
         let (open, ended) = oneshot::channel();
         std::thread::Builder::new()
@@ -160,6 +154,8 @@ impl Writer {
 
 #[cfg(test)]
 mod tests {
+    use std::os::fd::AsRawFd as _;
+
     use super::*;
 
     #[tokio::test]
@@ -167,7 +163,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("events.jsonl");
         for _ in 0..2 {
-            let mut log = EventLog::start(Some(EventLog::open(&path).unwrap()), "job", "a").unwrap();
+            let mut log = EventLog::start(Some(&path), "job", "a").unwrap();
             log.put(LogEvent::Joined { generation: 0 });
             log.put(LogEvent::WorkerStarted {
                 generation: 1,
@@ -192,8 +188,9 @@ mod tests {
     #[tokio::test]
     async fn others_go_on_while_the_last_lines_are_written() {
         let (mut reader, writer) = std::io::pipe().unwrap();
-        let file = File::from(std::os::fd::OwnedFd::from(writer));
-        let mut log = EventLog::start(Some(file), "job", "a").unwrap();
+        let path = format!("/proc/self/fd/{}", writer.as_raw_fd());
+        let mut log = EventLog::start(Some(Path::new(&path)), "job", "a").unwrap();
+        drop(writer);
         // More than a pipe holds.
         let report = "x".repeat(1 << 20);
         log.put(LogEvent::Finished {
@@ -215,7 +212,8 @@ mod tests {
 
     #[test]
     fn a_file_that_cannot_be_opened_is_named() {
-        let error = EventLog::open(Path::new("/dev/null/events")).unwrap_err();
+        let started = EventLog::start(Some(Path::new("/dev/null/events")), "job", "a");
+        let error = started.err().unwrap();
         assert!(error.to_string().contains("/dev/null/events"), "{error}");
     }
 }

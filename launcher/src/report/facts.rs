@@ -1,34 +1,39 @@
 //! The facts that a failure report is made of.
 
-use std::path::Path;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use ddp_proto::ids::{Generation, GlobalRank};
-use ddp_proto::rendezvous::{Failures, WorkerExit};
+use ddp_proto::rendezvous::{Failures, NodeStopped, WorkerExit};
 
 use crate::agent::ExitReason;
 use crate::supervise::ending::Ending;
 
-pub(crate) struct ReportFacts<'a> {
-    pub(crate) exit_reason: &'a ExitReason,
+pub(crate) struct ReportFacts {
+    pub(crate) job_id: String,
+    pub(crate) exit_reason: ExitReason,
     /// Name of the program as people call it.
-    pub(crate) program: &'a str,
+    pub(crate) program: String,
     /// The file that every worker executes.
-    pub(crate) executable: &'a Path,
+    pub(crate) executable: PathBuf,
     /// This node.
-    pub(crate) hostname: &'a str,
+    pub(crate) hostname: String,
     /// The launcher did not see the output of the workers.
     pub(crate) output_unseen: bool,
     /// The first failure that this node saw itself, for an exit reason without one.
-    pub(crate) local_failure: Option<&'a WorkerExit>,
+    pub(crate) local_failure: Option<WorkerExit>,
     /// Workers of this node in the last generation, in order of rank.
-    pub(crate) local_ends: &'a [LocalEnd],
+    pub(crate) local_ends: Vec<LocalEnd>,
+    /// Those of them that did not end with 0, as the daemon gets them.
+    pub(crate) stopped: NodeStopped,
     /// All failures of the job, as far as the daemon listed them.
-    pub(crate) failures: &'a Failures,
+    pub(crate) failures: Failures,
     /// The last generation that this node was in.
     pub(crate) generation: Generation,
     /// From the start of the last generation's workers to the first failure.
     pub(crate) ran_for: Option<Duration>,
+    /// Error file of the first failure's worker, if it ran here.
+    pub(crate) worker_file: Option<PathBuf>,
 }
 
 /// How one worker of this node ended.

@@ -18,7 +18,8 @@ const MAX_REPORTED: usize = 4;
 pub(crate) struct Record<'a> {
     generation: u64,
     node: &'a str,
-    kind: Kind,
+    /// `failed`, or `stopped` by its launcher after a failure of another one.
+    kind: &'static str,
     /// The node itself is gone, for this reason; then there is no worker to report.
     node_gone: Option<&'a str>,
     #[serde(flatten)]
@@ -29,14 +30,6 @@ pub(crate) struct Record<'a> {
     /// When it happened, by the same clock and from the same origin: less than 0 if the first report of the list came
     /// later.
     happened_ns: Option<i64>,
-}
-
-#[derive(Debug, Serialize)]
-#[serde(rename_all = "lowercase")]
-enum Kind {
-    Failed,
-    /// Its launcher stopped it, after a failure of another one.
-    Stopped,
 }
 
 /// How one worker ended, in `error.json`.
@@ -62,25 +55,24 @@ pub(crate) struct WorkerRecord<'a> {
 
 impl<'a> Record<'a> {
     pub(crate) fn new(failure: &'a Failure) -> Self {
+        let exit = failure.exit.as_ref();
         Self {
-            generation: failure.generation,
-            node: &failure.hostname,
-            kind: Kind::of(failure.exit.as_ref()),
-            node_gone: failure.exit.is_none().then_some(&*failure.node_gone),
-            worker: failure.exit.as_ref().map(WorkerRecord::new),
+            node_gone: exit.is_none().then_some(&*failure.node_gone),
             arrived_ns: Some(failure.arrived_ns),
             happened_ns: Some(failure.happened_ns),
+            ..Self::of_node(failure.generation, &failure.hostname, exit)
         }
     }
 
     /// The end of a worker that the daemon did not list.
-    pub(crate) fn of_node(generation: u64, node: &'a str, exit: &'a WorkerExit) -> Self {
+    pub(crate) fn of_node(generation: u64, node: &'a str, exit: Option<&'a WorkerExit>) -> Self {
+        let is_stopped = exit.is_some_and(|exit| exit.stopped_with.is_some());
         Self {
             generation,
             node,
-            kind: Kind::of(Some(exit)),
+            kind: if is_stopped { "stopped" } else { "failed" },
             node_gone: None,
-            worker: Some(WorkerRecord::new(exit)),
+            worker: exit.map(WorkerRecord::new),
             arrived_ns: None,
             happened_ns: None,
         }
@@ -89,16 +81,6 @@ impl<'a> Record<'a> {
     /// True if it tells how this rank of that generation ended.
     pub(crate) fn is_of(&self, generation: u64, rank: u32) -> bool {
         self.generation == generation && self.worker.as_ref().is_some_and(|worker| worker.rank == rank)
-    }
-}
-
-impl Kind {
-    /// Of a worker, or of a node that is gone.
-    fn of(exit: Option<&WorkerExit>) -> Self {
-        match exit.and_then(|exit| exit.stopped_with) {
-            Some(_) => Self::Stopped,
-            None => Self::Failed,
-        }
     }
 }
 
@@ -122,41 +104,30 @@ impl<'a> WorkerRecord<'a> {
 }
 
 /// Adds what else failed in the last generation, on other nodes, in order; after the workers of this node.
-pub(crate) fn elsewhere(text: &mut String, facts: &ReportFacts<'_>) {
+pub(crate) fn elsewhere(text: &mut String, facts: &ReportFacts) {
     let of_last = |failure: &&Failure| failure.generation == facts.generation.0;
     let last = || facts.failures.failures.iter().filter(of_last);
-    let first = last().find(|failure| is_first(facts.exit_reason, failure));
+    let first = last().find(|failure| is_first(&facts.exit_reason, failure));
     let zero = first.or_else(|| last().next()).map(|failure| failure.happened_ns);
     let others: Vec<&Failure> = last()
-        .filter(|failure| !is_first(facts.exit_reason, failure) && is_elsewhere(facts, failure))
+        .filter(|failure| !is_first(&facts.exit_reason, failure) && is_elsewhere(facts, failure))
         .collect();
     for failure in others.iter().take(MAX_REPORTED) {
-        let after = when(failure.happened_ns - zero.unwrap_or_default());
-        let host = &failure.hostname;
-        let _ = match &failure.exit {
-            None => write!(text, "\n  {} ({after})", failure.node_gone),
-            Some(exit) if exit.consequence => {
-                // Of a node that is gone the others know before the daemon does.
-                let is_later = failure.happened_ns >= zero.unwrap_or_default();
-                let later = if is_later {
-                    format!(" ({after})")
-                } else {
-                    String::new()
-                };
-                write!(
-                    text,
-                    "\n  rank {} (node `{host}`): {} as a consequence{later}",
-                    exit.rank,
-                    Ending::of_message(exit)
-                )
+        let after_ns = failure.happened_ns - zero.unwrap_or_default();
+        let words = match &failure.exit {
+            None => failure.node_gone.clone(),
+            Some(exit) => {
+                let (rank, host, ending) = (exit.rank, &failure.hostname, Ending::of_message(exit));
+                let consequence = if exit.consequence { " as a consequence" } else { "" };
+                format!("rank {rank} (node `{host}`): {ending}{consequence}")
             }
-            Some(exit) => write!(
-                text,
-                "\n  rank {} (node `{host}`): {} ({after})",
-                exit.rank,
-                Ending::of_message(exit)
-            ),
         };
+        let _ = write!(text, "\n  {words}");
+        // Of a node that is gone the others know before the daemon does.
+        let is_consequence = failure.exit.as_ref().is_some_and(|exit| exit.consequence);
+        if !is_consequence || after_ns >= 0 {
+            let _ = write!(text, " ({})", when(after_ns));
+        }
     }
     let untold = others.len().saturating_sub(MAX_REPORTED);
     if untold > 0 {
@@ -172,7 +143,7 @@ pub(crate) fn elsewhere(text: &mut String, facts: &ReportFacts<'_>) {
 
 /// Adds the first failure of the job, if that was in an earlier generation than the one that ended it: often the cause
 /// of what failed in later ones.
-pub(crate) fn earlier(text: &mut String, facts: &ReportFacts<'_>) {
+pub(crate) fn earlier(text: &mut String, facts: &ReportFacts) {
     let is_cause = |failure: &&Failure| {
         let is_effect = |exit: &WorkerExit| exit.consequence || exit.stopped_with.is_some();
         failure.generation < facts.generation.0 && !failure.exit.as_ref().is_some_and(is_effect)
@@ -198,15 +169,10 @@ pub(crate) fn earlier(text: &mut String, facts: &ReportFacts<'_>) {
 
 /// What the report begins with.
 fn is_first(exit_reason: &ExitReason, failure: &Failure) -> bool {
-    let ExitReason::JobOver {
-        reason,
-        first_failure,
-        ..
-    } = exit_reason
-    else {
+    let ExitReason::JobOver { reason, .. } = exit_reason else {
         return false;
     };
-    match (first_failure.as_deref(), &failure.exit) {
+    match (exit_reason.first_failure(), &failure.exit) {
         (Some((first, _)), Some(exit)) => first.rank == exit.rank,
         (None, None) => reason.starts_with(&failure.node_gone),
         _ => false,
@@ -214,7 +180,7 @@ fn is_first(exit_reason: &ExitReason, failure: &Failure) -> bool {
 }
 
 /// Not stopped, and not among the workers that the report already named.
-fn is_elsewhere(facts: &ReportFacts<'_>, failure: &Failure) -> bool {
+fn is_elsewhere(facts: &ReportFacts, failure: &Failure) -> bool {
     failure.exit.as_ref().is_none_or(|exit| {
         let is_told = facts.local_ends.iter().any(|end| end.rank.0 == exit.rank);
         exit.stopped_with.is_none() && !is_told
@@ -224,9 +190,6 @@ fn is_elsewhere(facts: &ReportFacts<'_>, failure: &Failure) -> bool {
 /// "0.2 s later"
 fn when(after_ns: i64) -> String {
     let time = seconds(Duration::from_nanos(after_ns.unsigned_abs()));
-    if after_ns < 0 {
-        format!("{time} earlier")
-    } else {
-        format!("{time} later")
-    }
+    let order = if after_ns < 0 { "earlier" } else { "later" };
+    format!("{time} {order}")
 }

@@ -40,26 +40,16 @@ struct EndGroup<'a> {
 }
 
 /// Adds the workers of this node that are neither the first failure nor well, in the order of each line's first rank.
-pub(crate) fn others(text: &mut String, facts: &ReportFacts<'_>, first: Option<GlobalRank>) {
+pub(crate) fn others(text: &mut String, facts: &ReportFacts, first: Option<GlobalRank>) {
     // Where the job is over and no worker is to blame, a node was lost: the report has said so.
-    let is_node_gone = matches!(
-        facts.exit_reason,
-        ExitReason::JobOver {
-            first_failure: None,
-            ..
-        }
-    );
-    let cause_is_reported = is_node_gone || text.contains("first failure:");
-    let first_message = match facts.exit_reason {
-        ExitReason::JobOver { first_failure, .. } => {
-            first_failure.as_ref().map(|failure| &*failure.0.message)
-        }
-        _ => None,
-    };
+    let first_failure = facts.exit_reason.first_failure();
+    let is_job_over = matches!(facts.exit_reason, ExitReason::JobOver { .. });
+    let cause_is_reported = is_job_over && first_failure.is_none() || text.contains("first failure:");
+    let first_message = first_failure.map(|(failure, _)| &*failure.message);
     let is_other = |end: &&LocalEnd| Some(end.rank) != first && !end.ending.is_success();
     let mut lines: Vec<EndGroup<'_>> = Vec::new();
     for end in facts.local_ends.iter().filter(is_other) {
-        let kind = EndKind::of(end, facts.exit_reason, cause_is_reported, first_message);
+        let kind = EndKind::of(end, &facts.exit_reason, cause_is_reported, first_message);
         if let Some(line) = lines.iter_mut().find(|line| line.kind == kind) {
             line.ranks.push(end.rank.0);
             line.soonest = line.soonest.min(end.after);

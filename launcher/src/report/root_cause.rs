@@ -7,14 +7,14 @@
 use std::ffi::OsString;
 use std::fs;
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
-use ddp_proto::ids::Generation;
-use ddp_proto::rendezvous::{Failures, NodeStopped, WorkerExit};
+use ddp_proto::rendezvous::WorkerExit;
 use serde::Serialize;
 use serde_json::json;
 
 use crate::agent::ExitReason;
+use crate::report::facts::ReportFacts;
 use crate::report::failures::{Record, WorkerRecord};
 
 /// Name of the variable, and of torch's protocol.
@@ -45,23 +45,11 @@ struct Failure<'a> {
     stderr_tail: &'a [String],
 }
 
-/// What is written, and where.
+/// What is written.
 pub(crate) struct Verdict<'a> {
-    pub(crate) job_id: &'a str,
-    pub(crate) exit_reason: &'a ExitReason,
+    pub(crate) facts: &'a ReportFacts,
     /// The report for people.
     pub(crate) report: &'a str,
-    /// The first failure that this node saw itself, for an exit reason that does not tell.
-    pub(crate) local_failure: Option<&'a WorkerExit>,
-    /// All failures of the job, as far as the daemon told them.
-    pub(crate) failures: &'a Failures,
-    /// How the workers of this node ended.
-    pub(crate) local: &'a NodeStopped,
-    /// The last generation that this node was in.
-    pub(crate) generation: Generation,
-    pub(crate) hostname: &'a str,
-    /// Error file of the first failure's worker, if it ran here.
-    pub(crate) worker_file: Option<PathBuf>,
 }
 
 impl Verdict<'_> {
@@ -72,14 +60,14 @@ impl Verdict<'_> {
             worker: WorkerRecord::new(exit),
             stderr_tail: &exit.stderr_tail,
         });
-        let reason = match self.exit_reason {
+        let reason = match &self.facts.exit_reason {
             ExitReason::JobOver { reason, .. } => reason.clone(),
             _ => self.report.to_owned(),
         };
         let (failures, more_failures, more_victims) = self.records();
         let cause = RootCause {
-            job_id: self.job_id,
-            exit_code: self.exit_reason.exit_code(),
+            job_id: &self.facts.job_id,
+            exit_code: self.facts.exit_reason.exit_code(),
             reason,
             first_failure: failure,
             failures,
@@ -102,9 +90,13 @@ impl Verdict<'_> {
                 .failure()
                 .map_or(0, |(exit, _)| exit.unix_time_ns / 1_000_000_000);
             let extra = json!({"py_callstack": "", "timestamp": at.to_string()});
-            json!({"message": {"message": self.report, "errorCode": self.exit_reason.exit_code(), "extraInfo": extra}})
+            json!({"message": {"message": self.report, "errorCode": self.facts.exit_reason.exit_code(), "extraInfo": extra}})
         };
-        let written = self.worker_file.as_ref().and_then(|file| fs::read(file).ok());
+        let written = self
+            .facts
+            .worker_file
+            .as_ref()
+            .and_then(|file| fs::read(file).ok());
         let bytes = match written.filter(|bytes| !bytes.is_empty()) {
             Some(bytes) => bytes,
             None => serde_json::to_vec(&own_words())?,
@@ -115,21 +107,23 @@ impl Verdict<'_> {
     /// The daemon's list, or the first failure alone if it told none; then the workers of this node that are not in it.
     /// And how many failures, and stopped workers, are in neither list.
     fn records(&self) -> (Vec<Record<'_>>, u32, u32) {
-        let generation = self.generation.0;
-        let of_node = |exit, node| Record::of_node(generation, node, exit);
-        let listed = &self.failures.failures;
+        let facts = self.facts;
+        let generation = facts.generation.0;
+        let of_node = |exit, node| Record::of_node(generation, node, Some(exit));
+        let listed = &facts.failures.failures;
         let mut records: Vec<Record<'_>> = listed.iter().map(Record::new).collect();
         if listed.is_empty() {
             records.extend(self.failure().map(|(exit, node)| of_node(exit, node)));
         }
         let is_new = |exit: &&WorkerExit| !records.iter().any(|record| record.is_of(generation, exit.rank));
-        let new: Vec<_> = self.local.exits.iter().filter(is_new).collect();
-        let (mut more_failures, mut more_victims) = (self.failures.more_failures, self.failures.more_victims);
+        let new: Vec<_> = facts.stopped.exits.iter().filter(is_new).collect();
+        let (mut more_failures, mut more_victims) =
+            (facts.failures.more_failures, facts.failures.more_victims);
         if !new.is_empty() {
             // The daemon may have counted them where its list was full. Of those that are not listed here it knows nothing.
             let victims = new.iter().filter(|exit| exit.stopped_with.is_some()).count() as u32;
             let failures = new.len() as u32 - victims;
-            let local = self.local;
+            let local = &facts.stopped;
             more_failures = more_failures
                 .saturating_sub(failures)
                 .saturating_add(local.more_failures);
@@ -137,18 +131,14 @@ impl Verdict<'_> {
                 .saturating_sub(victims)
                 .saturating_add(local.more_victims);
         }
-        records.extend(new.into_iter().map(|exit| of_node(exit, self.hostname)));
+        records.extend(new.into_iter().map(|exit| of_node(exit, &facts.hostname)));
         (records, more_failures, more_victims)
     }
 
     fn failure(&self) -> Option<(&WorkerExit, &str)> {
-        match self.exit_reason {
-            ExitReason::JobOver {
-                first_failure: Some(failure),
-                ..
-            } => Some((&failure.0, &failure.1)),
-            _ => self.local_failure.map(|failure| (failure, self.hostname)),
-        }
+        let facts = self.facts;
+        let local_failure = || Some((facts.local_failure.as_ref()?, &*facts.hostname));
+        facts.exit_reason.first_failure().or_else(local_failure)
     }
 }
 
@@ -167,6 +157,9 @@ fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use ddp_proto::ids::Generation;
+    use ddp_proto::rendezvous::{Failures, NodeStopped};
+
     use super::*;
 
     fn exit_reason() -> ExitReason {
@@ -185,34 +178,35 @@ mod tests {
         }
     }
 
-    fn verdict(exit_reason: &ExitReason, worker_file: Option<PathBuf>) -> Verdict<'_> {
-        static STOPPED: NodeStopped = NodeStopped {
-            exits: Vec::new(),
-            more_failures: 0,
-            more_victims: 0,
-        };
-        static NONE: Failures = Failures {
-            failures: Vec::new(),
-            more_failures: 0,
-            more_victims: 0,
-        };
-        Verdict {
-            job_id: "job",
-            exit_reason,
-            report: "error: it failed",
+    fn facts() -> ReportFacts {
+        ReportFacts {
+            job_id: "job".into(),
+            exit_reason: exit_reason(),
+            program: "train.py".into(),
+            executable: "python3".into(),
+            hostname: "a".into(),
+            output_unseen: false,
             local_failure: None,
-            failures: &NONE,
-            local: &STOPPED,
+            local_ends: Vec::new(),
+            stopped: NodeStopped::default(),
+            failures: Failures::default(),
             generation: Generation(3),
-            hostname: "a",
-            worker_file,
+            ran_for: None,
+            worker_file: None,
+        }
+    }
+
+    fn verdict(facts: &ReportFacts) -> Verdict<'_> {
+        Verdict {
+            facts,
+            report: "error: it failed",
         }
     }
 
     #[test]
     fn programs_read_the_first_failure() {
         let directory = tempfile::tempdir().unwrap();
-        verdict(&exit_reason(), None).write_to(directory.path()).unwrap();
+        verdict(&facts()).write_to(directory.path()).unwrap();
         let text = fs::read(directory.path().join("error.json")).unwrap();
         let value: serde_json::Value = serde_json::from_slice(&text).unwrap();
         assert_eq!(value["exit_code"], 137);
@@ -272,12 +266,9 @@ mod tests {
             more_failures: 4,
             more_victims: 2,
         };
-        let (directory, exit_reason) = (tempfile::tempdir().unwrap(), exit_reason());
-        let all = Verdict {
-            failures: &failures,
-            ..verdict(&exit_reason, None)
-        };
-        all.write_to(directory.path()).unwrap();
+        let directory = tempfile::tempdir().unwrap();
+        let all = ReportFacts { failures, ..facts() };
+        verdict(&all).write_to(directory.path()).unwrap();
         let text = fs::read(directory.path().join("error.json")).unwrap();
         let value: serde_json::Value = serde_json::from_slice(&text).unwrap();
         assert_eq!(value["more_failures"], 4);
@@ -327,13 +318,13 @@ mod tests {
             more_failures: 0,
             more_victims: 2,
         };
-        let (directory, exit_reason) = (tempfile::tempdir().unwrap(), exit_reason());
-        let all = Verdict {
-            failures: &failures,
-            local: &local,
-            ..verdict(&exit_reason, None)
+        let directory = tempfile::tempdir().unwrap();
+        let all = ReportFacts {
+            failures,
+            stopped: local,
+            ..facts()
         };
-        all.write_to(directory.path()).unwrap();
+        verdict(&all).write_to(directory.path()).unwrap();
         let text = fs::read(directory.path().join("error.json")).unwrap();
         let value: serde_json::Value = serde_json::from_slice(&text).unwrap();
         let told: Vec<_> = value["failures"]
@@ -360,16 +351,19 @@ mod tests {
             directory.path().join("own.json"),
         );
         let env = vec![(OsString::from(ERROR_FILE), above.clone().into_os_string())];
-        let exit_reason = exit_reason();
-        verdict(&exit_reason, Some(own.clone())).pass_on(&env).unwrap();
+        let all = ReportFacts {
+            worker_file: Some(own.clone()),
+            ..facts()
+        };
+        verdict(&all).pass_on(&env).unwrap();
         let value: serde_json::Value = serde_json::from_slice(&fs::read(&above).unwrap()).unwrap();
         assert_eq!(value["message"]["message"], "error: it failed");
         fs::write(&own, "{\"message\": \"torch says\"}").unwrap();
-        verdict(&exit_reason, Some(own)).pass_on(&env).unwrap();
+        verdict(&all).pass_on(&env).unwrap();
         assert_eq!(
             fs::read_to_string(&above).unwrap(),
             "{\"message\": \"torch says\"}"
         );
-        assert!(verdict(&exit_reason, None).pass_on(&[]).is_ok());
+        assert!(verdict(&facts()).pass_on(&[]).is_ok());
     }
 }

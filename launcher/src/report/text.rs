@@ -16,8 +16,8 @@ use crate::supervise::ending::{Ending, signal_name};
 use crate::supervise::hang::HUNG;
 
 /// The report as text, without a trailing newline; none if all went well.
-pub(crate) fn report(facts: &ReportFacts<'_>) -> Option<String> {
-    let text = match facts.exit_reason {
+pub(crate) fn report(facts: &ReportFacts) -> Option<String> {
+    let text = match &facts.exit_reason {
         ExitReason::Succeeded => return None,
         ExitReason::Stopped { signal } => {
             let mut text = format!("stopped by {}", signal_name(*signal));
@@ -27,11 +27,10 @@ pub(crate) fn report(facts: &ReportFacts<'_>) -> Option<String> {
         ExitReason::JobOver {
             reason,
             no_restart,
-            first_failure,
             signal,
             ..
         } => {
-            let mut text = if let Some((failure, host)) = first_failure.as_deref() {
+            let mut text = if let Some((failure, host)) = facts.exit_reason.first_failure() {
                 job_failed(facts, no_restart, failure, host)
             } else {
                 // A person or the batch system has stopped the job on another node.
@@ -44,14 +43,13 @@ pub(crate) fn report(facts: &ReportFacts<'_>) -> Option<String> {
             earlier(&mut text, facts);
             text
         }
-        ExitReason::Refused { reason, .. } => format!("error: {reason}"),
         ExitReason::DaemonGone { error, .. } | ExitReason::Broken { error, .. } => after_error(facts, error),
-        ExitReason::CannotStart(error) => format!("error: {error}"),
+        ExitReason::Refused { .. } | ExitReason::CannotStart(_) => format!("error: {}", facts.exit_reason),
     };
     Some(text)
 }
 
-fn job_failed(facts: &ReportFacts<'_>, no_restart: &str, failure: &WorkerExit, host: &str) -> String {
+fn job_failed(facts: &ReportFacts, no_restart: &str, failure: &WorkerExit, host: &str) -> String {
     let mut text = format!("error: `{}` failed", facts.program);
     if !no_restart.is_empty() {
         let _ = write!(text, "; {no_restart}");
@@ -62,17 +60,17 @@ fn job_failed(facts: &ReportFacts<'_>, no_restart: &str, failure: &WorkerExit, h
     text
 }
 
-fn after_error(facts: &ReportFacts<'_>, error: &str) -> String {
+fn after_error(facts: &ReportFacts, error: &str) -> String {
     let mut text = format!("error: {error}");
-    if let Some(failure) = facts.local_failure {
+    if let Some(failure) = &facts.local_failure {
         text.push_str("\nearlier, on this node:");
-        describe_failure(&mut text, facts, failure, facts.hostname);
+        describe_failure(&mut text, facts, failure, &facts.hostname);
         others(&mut text, facts, Some(GlobalRank(failure.rank)));
     }
     text
 }
 
-fn describe_failure(text: &mut String, facts: &ReportFacts<'_>, failure: &WorkerExit, host: &str) {
+fn describe_failure(text: &mut String, facts: &ReportFacts, failure: &WorkerExit, host: &str) {
     let ending = Ending::of_message(failure);
     let here = host == facts.hostname;
     let _ = write!(
@@ -111,11 +109,9 @@ fn describe_failure(text: &mut String, facts: &ReportFacts<'_>, failure: &Worker
     }
     if failure.stderr_tail.is_empty() {
         // What was not seen is right above.
-        text.push_str(if facts.output_unseen {
-            ""
-        } else {
-            "\n    no output on stderr"
-        });
+        if !facts.output_unseen {
+            text.push_str("\n    no output on stderr");
+        }
     } else if !repeats(&failure.stderr_tail, &failure.message) {
         text.push_str("\n    last lines of stderr:");
         for line in &failure.stderr_tail {
@@ -128,7 +124,7 @@ fn describe_failure(text: &mut String, facts: &ReportFacts<'_>, failure: &Worker
             let _ = write!(text, "\n      {shown}");
         }
     }
-    if let Some(module) = missing_module(failure, facts.executable).filter(|_| here) {
+    if let Some(module) = missing_module(failure, &facts.executable).filter(|_| here) {
         let next = if module == "ddp_run" {
             "install the wheel of ddp-run there, which contains this module, or set PYTHONPATH=<repository>/python"
         } else {

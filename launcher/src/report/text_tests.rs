@@ -1,7 +1,7 @@
 use std::time::Duration;
 
 use ddp_proto::ids::Generation;
-use ddp_proto::rendezvous::{Failure, Failures};
+use ddp_proto::rendezvous::{Failure, Failures, NodeStopped};
 
 use super::*;
 use crate::report::facts::LocalEnd;
@@ -69,16 +69,19 @@ fn text_of_many(
     failures: &Failures,
 ) -> String {
     let facts = ReportFacts {
-        exit_reason,
-        program: "train.yaml",
-        executable: Path::new("/opt/venv/bin/python3"),
-        hostname: "a",
+        job_id: "job".into(),
+        exit_reason: exit_reason.clone(),
+        program: "train.yaml".into(),
+        executable: "/opt/venv/bin/python3".into(),
+        hostname: "a".into(),
         output_unseen: false,
-        local_failure,
-        local_ends,
-        failures,
+        local_failure: local_failure.cloned(),
+        local_ends: local_ends.to_vec(),
+        stopped: NodeStopped::default(),
+        failures: failures.clone(),
         generation: Generation(2),
         ran_for: Some(Duration::from_millis(12_340)),
+        worker_file: None,
     };
     report(&facts).unwrap_or_default()
 }

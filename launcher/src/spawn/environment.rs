@@ -6,6 +6,7 @@ use std::ffi::{OsStr, OsString};
 use ddp_proto::env::{DDP_JOB_MARKER, DDP_LOCAL_RANK, DDP_PROGRESS, SCRUBBED, WorkerEnv};
 
 use crate::cgroup::usable_cores;
+use crate::plan::LaunchPlan;
 
 const OMP_NUM_THREADS: &str = "OMP_NUM_THREADS";
 const VISIBLE_DEVICES: &str = "CUDA_VISIBLE_DEVICES";
@@ -16,8 +17,6 @@ const ASYNC_ERROR_HANDLING: &str = "TORCH_NCCL_ASYNC_ERROR_HANDLING";
 pub(crate) struct Common<'a> {
     /// Environment of the launcher.
     pub(crate) inherited: &'a [(OsString, OsString)],
-    /// Variables of the plan.
-    pub(crate) extra: &'a BTreeMap<String, String>,
     /// Value of `DDP_JOB_MARKER`.
     pub(crate) marker: &'a str,
     /// Threads for OpenMP, unless the user set it.
@@ -28,19 +27,25 @@ pub(crate) struct Common<'a> {
     pub(crate) virtual_local_rank: bool,
 }
 
-/// In rising order of precedence: defaults, inherited variables, the plan's, the contract.
+impl<'a> Common<'a> {
+    pub(crate) fn new(plan: &'a LaunchPlan, inherited: &'a [(OsString, OsString)], marker: &'a str) -> Self {
+        Self {
+            inherited,
+            marker,
+            threads: threads_per_worker(plan.workers),
+            progress_bar: plan.progress_bar,
+            virtual_local_rank: plan.virtual_local_rank,
+        }
+    }
+}
+
+/// In rising order of precedence: defaults, inherited variables, the contract.
 pub(crate) fn of_worker(common: &Common<'_>, contract: &WorkerEnv) -> Vec<(OsString, OsString)> {
     let mut env: BTreeMap<OsString, OsString> = BTreeMap::new();
     env.insert(OMP_NUM_THREADS.into(), common.threads.to_string().into());
     env.insert(ASYNC_ERROR_HANDLING.into(), "1".into());
     let inherited = common.inherited.iter().filter(|(name, _)| !is_scrubbed(name));
     env.extend(inherited.cloned());
-    env.extend(
-        common
-            .extra
-            .iter()
-            .map(|(name, value)| (name.into(), value.into())),
-    );
     env.extend(
         contract
             .to_vars()
@@ -88,18 +93,13 @@ pub(crate) fn threads_per_worker(workers: u32) -> usize {
 mod tests {
     use super::*;
 
-    fn env_of(inherited: &[(&str, &str)], extra: &[(&str, &str)]) -> BTreeMap<String, String> {
+    fn env_of(inherited: &[(&str, &str)]) -> BTreeMap<String, String> {
         let inherited: Vec<_> = inherited
             .iter()
             .map(|(n, v)| (OsString::from(n), OsString::from(v)))
             .collect();
-        let extra = extra
-            .iter()
-            .map(|(n, v)| ((*n).to_owned(), (*v).to_owned()))
-            .collect();
         let common = Common {
             inherited: &inherited,
-            extra: &extra,
             marker: "outer/me",
             threads: 3,
             progress_bar: false,
@@ -112,18 +112,14 @@ mod tests {
 
     #[test]
     fn rank_variables_are_not_inherited() {
-        let env = env_of(
-            &[
-                ("RANK", "7"),
-                ("TORCHELASTIC_ERROR_FILE", "/x"),
-                ("DDP_PROGRESS", "bar"),
-                ("HOME", "/root"),
-            ],
-            &[("RANK", "9"), ("EXTRA", "1")],
-        );
+        let env = env_of(&[
+            ("RANK", "7"),
+            ("TORCHELASTIC_ERROR_FILE", "/x"),
+            ("DDP_PROGRESS", "bar"),
+            ("HOME", "/root"),
+        ]);
         assert_eq!(env["RANK"], "0");
         assert_eq!(env["HOME"], "/root");
-        assert_eq!(env["EXTRA"], "1");
         assert_eq!(env[DDP_JOB_MARKER], "outer/me");
         assert!(!env.contains_key("TORCHELASTIC_ERROR_FILE"));
         assert!(!env.contains_key(DDP_PROGRESS));
@@ -131,10 +127,10 @@ mod tests {
 
     #[test]
     fn what_the_user_set_is_kept() {
-        let env = env_of(&[(OMP_NUM_THREADS, "16")], &[]);
+        let env = env_of(&[(OMP_NUM_THREADS, "16")]);
         assert_eq!(env[OMP_NUM_THREADS], "16");
         assert_eq!(env[ASYNC_ERROR_HANDLING], "1");
-        let env = env_of(&[(ASYNC_ERROR_HANDLING, "3")], &[]);
+        let env = env_of(&[(ASYNC_ERROR_HANDLING, "3")]);
         assert_eq!(
             (env[OMP_NUM_THREADS].as_str(), env[ASYNC_ERROR_HANDLING].as_str()),
             ("3", "3")

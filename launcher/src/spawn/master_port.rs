@@ -7,15 +7,14 @@
 
 use std::fs;
 use std::io;
-use std::net::{Ipv6Addr, SocketAddrV6, TcpListener};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
 use std::ops::RangeInclusive;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::AsRawFd;
 
 use ddp_proto::ports::PortRange;
 use nix::errno::Errno;
 use nix::sys::socket::{
-    AddressFamily, Backlog, SockFlag, SockType, SockaddrIn, SockaddrIn6, bind, getsockname, listen,
-    setsockopt, socket, sockopt,
+    AddressFamily, Backlog, SockFlag, SockType, SockaddrStorage, bind, listen, setsockopt, socket, sockopt,
 };
 
 /// Ports below are for well-known services.
@@ -29,7 +28,8 @@ const DEFAULT_LOCAL_RANGE: RangeInclusive<u16> = 32_768..=60_999;
 #[derive(Debug)]
 pub(crate) struct MasterPort {
     port: u16,
-    socket: OwnedFd,
+    /// Bound; it does not listen.
+    socket: TcpListener,
 }
 
 impl MasterPort {
@@ -76,7 +76,7 @@ impl MasterPort {
     pub(crate) fn listen(&self) -> io::Result<TcpListener> {
         let socket = self.socket.try_clone()?;
         listen(&socket, Backlog::MAXALLOWABLE)?;
-        Ok(socket.into())
+        Ok(socket)
     }
 
     /// The port's number.
@@ -89,27 +89,26 @@ impl MasterPort {
     }
 
     fn bind_as(port: u16, sharing: Sharing) -> io::Result<Self> {
-        let flags = SockFlag::SOCK_CLOEXEC;
-        let reuse = sharing == Sharing::WithoutListeners;
-        let dual_stack = socket(AddressFamily::Inet6, SockType::Stream, flags, None).and_then(|socket| {
+        let open = |family| socket(family, SockType::Stream, SockFlag::SOCK_CLOEXEC, None);
+        let dual_stack = open(AddressFamily::Inet6).and_then(|socket| {
             setsockopt(&socket, sockopt::Ipv6V6Only, &false)?;
-            setsockopt(&socket, sockopt::ReuseAddr, &reuse)?;
             Ok(socket)
         });
-        let (socket, port) = if let Ok(socket) = dual_stack {
-            let any = SocketAddrV6::new(Ipv6Addr::UNSPECIFIED, port, 0, 0);
-            bind(socket.as_raw_fd(), &SockaddrIn6::from(any))?;
-            let port = getsockname::<SockaddrIn6>(socket.as_raw_fd())?.port();
-            (socket, port)
-        } else {
+        let (socket, any): (_, IpAddr) = match dual_stack {
+            Ok(socket) => (socket, Ipv6Addr::UNSPECIFIED.into()),
             // The machine has no IPv6.
-            let socket = socket(AddressFamily::Inet, SockType::Stream, flags, None)?;
-            setsockopt(&socket, sockopt::ReuseAddr, &reuse)?;
-            bind(socket.as_raw_fd(), &SockaddrIn::new(0, 0, 0, 0, port))?;
-            let port = getsockname::<SockaddrIn>(socket.as_raw_fd())?.port();
-            (socket, port)
+            Err(_) => (open(AddressFamily::Inet)?, Ipv4Addr::UNSPECIFIED.into()),
         };
+        setsockopt(
+            &socket,
+            sockopt::ReuseAddr,
+            &(sharing == Sharing::WithoutListeners),
+        )?;
+        let address = SockaddrStorage::from(SocketAddr::new(any, port));
+        bind(socket.as_raw_fd(), &address)?;
         setsockopt(&socket, sockopt::ReuseAddr, &true)?;
+        let socket = TcpListener::from(socket);
+        let port = socket.local_addr()?.port();
         Ok(Self { port, socket })
     }
 }

@@ -19,9 +19,9 @@ use nix::errno::Errno;
 use nix::fcntl::OFlag;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{SigSet, SigmaskHow, Signal, kill, sigprocmask};
-use nix::unistd::{Pid, pipe2};
+use nix::unistd::{ForkResult, Pid, pipe2};
 
-use crate::cgroup::{self, CgroupEntry, Forked};
+use crate::cgroup::{self, CgroupEntry};
 
 /// Searched for programs where there is no `PATH`, as shells do.
 const DEFAULT_PATH: &str = "/bin:/usr/bin";
@@ -67,17 +67,11 @@ impl Image {
     }
 }
 
-/// What a new process reads and writes; the launcher's own stream for each that is none.
-pub(crate) struct Streams<'a> {
-    pub(crate) stdin: Option<BorrowedFd<'a>>,
-    pub(crate) stdout: Option<BorrowedFd<'a>>,
-    pub(crate) stderr: Option<BorrowedFd<'a>>,
-}
-
 /// What a new process begins with.
 pub(crate) struct Start<'a> {
     pub(crate) image: Image,
-    pub(crate) streams: Streams<'a>,
+    /// Standard input, output and error; the launcher's own stream for each that is none.
+    pub(crate) streams: [Option<BorrowedFd<'a>>; 3],
     /// The way into its control group, if there is one.
     pub(crate) entry: Option<CgroupEntry>,
     /// How long its program may take to begin.
@@ -116,8 +110,8 @@ pub(crate) fn start(given: &Start<'_>, prepare: impl Fn() -> Result<(), Errno>) 
     sigprocmask(SigmaskHow::SIG_SETMASK, Some(&SigSet::all()), Some(&mut before))?;
     // SAFETY: the child only makes async-signal-safe calls, does not allocate, and ends in `execve` or `_exit`.
     let forked = unsafe { cgroup::fork(given.entry) };
-    if let Ok(Forked::Child) = forked {
-        let outcome = redirect(&given.streams)
+    if let Ok(ForkResult::Child) = forked {
+        let outcome = redirect(given.streams)
             .and_then(|()| prepare())
             .and_then(|()| reset_signals(given.ignored));
         let errno = match outcome {
@@ -135,7 +129,7 @@ pub(crate) fn start(given: &Start<'_>, prepare: impl Fn() -> Result<(), Errno>) 
     drop(report_end);
     // Without its number: there is no process, so it says nothing about the program.
     let forked = forked.map_err(|error| io::Error::other(format!("no new process: {error}")))?;
-    let Forked::Parent(child) = forked else {
+    let ForkResult::Parent { child } = forked else {
         unreachable!("the child has ended above");
     };
     let report = File::from(report);
@@ -229,9 +223,8 @@ impl Pointers {
 }
 
 /// Async-signal-safe.
-fn redirect(streams: &Streams<'_>) -> Result<(), Errno> {
-    let sources = [streams.stdin, streams.stdout, streams.stderr];
-    for (target, source) in sources.into_iter().enumerate() {
+fn redirect(streams: [Option<BorrowedFd<'_>>; 3]) -> Result<(), Errno> {
+    for (target, source) in streams.into_iter().enumerate() {
         if let Some(source) = source {
             // The runtime of Rust keeps 0 to 2 taken, so no source is a target, and each copy survives `exec`.
             // SAFETY: plain system call.
@@ -268,14 +261,6 @@ mod tests {
 
     const PATIENCE: Duration = Duration::from_mins(1);
 
-    fn nothing() -> Streams<'static> {
-        Streams {
-            stdin: None,
-            stdout: None,
-            stderr: None,
-        }
-    }
-
     fn image_of(program: &str) -> Image {
         Image::new(Path::new(program), std::iter::once(OsStr::new("x")), &[]).unwrap()
     }
@@ -289,11 +274,7 @@ mod tests {
         let image = Image::new(program, argv.iter().map(OsStr::new), &env)?;
         let (mut output, end) = pipe2(OFlag::O_CLOEXEC).map(|(read, write)| (File::from(read), write))?;
         let nothing = OwnedFd::from(File::open("/dev/null")?);
-        let streams = Streams {
-            stdin: Some(nothing.as_fd()),
-            stdout: Some(end.as_fd()),
-            stderr: Some(end.as_fd()),
-        };
+        let streams = [nothing.as_fd(), end.as_fd(), end.as_fd()].map(Some);
         let given = Start {
             image,
             streams,
@@ -355,7 +336,7 @@ mod tests {
     fn what_fails_before_the_program_runs_is_reported() {
         let given = Start {
             image: image_of("/bin/true"),
-            streams: nothing(),
+            streams: [None; 3],
             entry: None,
             patience: PATIENCE,
             ignored: &[],
@@ -374,7 +355,7 @@ mod tests {
             .unwrap();
         let given = Start {
             image: image_of("/bin/true"),
-            streams: nothing(),
+            streams: [None; 3],
             entry: None,
             patience: Duration::from_millis(20),
             ignored: &[],

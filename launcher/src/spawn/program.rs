@@ -9,8 +9,6 @@ use std::time::Duration;
 use ddp_proto::exit;
 use ddp_proto::ids::LocalRank;
 
-use crate::plan::WorkerCommand;
-
 /// Exit code of shells for a program that was not found.
 const NOT_FOUND: u8 = 127;
 /// Exit code of shells for a program that cannot be executed.
@@ -159,16 +157,9 @@ fn what_is_there(program: &Path) -> String {
     }
 }
 
-/// Finds the program before the node joins, so that a typing error costs the other nodes nothing.
-pub(crate) fn check_program(
-    command: &WorkerCommand,
-    inherited_path: Option<&OsString>,
-) -> Result<(), SpawnError> {
-    let own_path = command.env.get("PATH").map(OsString::from);
-    find_program(&command.program, own_path.as_ref().or(inherited_path))
-}
-
-fn find_program(program: &Path, search_path: Option<&OsString>) -> Result<(), SpawnError> {
+/// Finds the program before the node joins, so that a typing error costs the other nodes nothing. A name without a folder
+/// is looked for in `search_path`, the value of `PATH`.
+pub(crate) fn check_program(program: &Path, search_path: Option<&OsString>) -> Result<(), SpawnError> {
     use nix::unistd::{AccessFlags, access};
     let executable = |path: &Path| path.is_file() && access(path, AccessFlags::X_OK).is_ok();
     let candidates: Vec<PathBuf> = if program.as_os_str().is_empty() {
@@ -240,13 +231,13 @@ mod tests {
     #[test]
     fn a_program_is_looked_up_as_exec_does() {
         let path = OsString::from("/dev/null/absent:/bin:/usr/bin");
-        assert_eq!(find_program(Path::new("sh"), Some(&path)), Ok(()));
-        assert_eq!(find_program(Path::new("/bin/sh"), None), Ok(()));
-        let missing = find_program(Path::new("no-such-program"), Some(&path)).unwrap_err();
+        assert_eq!(check_program(Path::new("sh"), Some(&path)), Ok(()));
+        assert_eq!(check_program(Path::new("/bin/sh"), None), Ok(()));
+        let missing = check_program(Path::new("no-such-program"), Some(&path)).unwrap_err();
         assert_eq!(missing.exit_code(), 127);
-        let nothing = find_program(Path::new(""), Some(&path)).unwrap_err();
+        let nothing = check_program(Path::new(""), Some(&path)).unwrap_err();
         assert_eq!(nothing.exit_code(), 127, "not the first folder of the path");
-        let directory = find_program(Path::new("/usr/bin"), Some(&path)).unwrap_err();
+        let directory = check_program(Path::new("/usr/bin"), Some(&path)).unwrap_err();
         assert_eq!(directory.exit_code(), 126);
     }
 
@@ -254,7 +245,7 @@ mod tests {
     fn what_lies_in_the_current_folder_is_pointed_out() {
         let path = OsString::from("/dev/null/absent");
         let words = |name: &str| {
-            find_program(Path::new(name), Some(&path))
+            check_program(Path::new(name), Some(&path))
                 .unwrap_err()
                 .to_string()
         };
@@ -279,7 +270,7 @@ mod tests {
         let of = |text: &str| {
             std::fs::write(&script, text).unwrap();
             std::fs::set_permissions(&script, std::fs::Permissions::from_mode(0o755)).unwrap();
-            let found = find_program(&script, None);
+            let found = check_program(&script, None);
             found.map_err(|error| {
                 assert_eq!(error.exit_code(), 127);
                 error.to_string().replace(dir.path().to_str().unwrap(), "DIR")

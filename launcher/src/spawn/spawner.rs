@@ -22,7 +22,7 @@ use tokio::sync::mpsc;
 
 use crate::cgroup::CgroupEntry;
 use crate::plan::WorkerCommand;
-use crate::spawn::process::{self, Image, Start, StartError, Streams};
+use crate::spawn::process::{self, Image, Start, StartError};
 use crate::spawn::program::SpawnError;
 use crate::supervise::guardian::Registrar;
 
@@ -81,36 +81,26 @@ pub enum SpawnEvent {
     },
 }
 
-/// The spawning thread.
-pub(crate) struct Spawner {
-    batches: mpsc::Sender<Batch>,
-}
-
-impl Spawner {
-    /// Starts the thread; the results of the batches go to `events`.
-    pub(crate) fn start(registrar: Registrar, events: mpsc::Sender<SpawnEvent>) -> io::Result<Self> {
-        let (batches, mut requests) = mpsc::channel::<Batch>(BATCH_QUEUE);
-        std::thread::Builder::new()
-            .name("spawner".into())
-            .stack_size(STACK_BYTES)
-            .spawn(move || {
-                while let Some(batch) = requests.blocking_recv() {
-                    let generation = batch.generation;
-                    let failure = start_batch(batch, registrar, &events);
-                    let ended = SpawnEvent::Ended { generation, failure };
-                    if events.blocking_send(ended).is_err() {
-                        return;
-                    }
-                }
-                // The launcher is about to exit. Its workers are gone: it does not end before them.
-            })?;
-        Ok(Self { batches })
-    }
-
-    /// Asks for the workers of a generation, after those that were asked for before; false if too many batches wait.
-    pub(crate) fn request(&self, batch: Batch) -> bool {
-        self.batches.try_send(batch).is_ok()
-    }
+/// Starts the spawning thread, which takes one batch after the other; its results go to `events`.
+pub(crate) fn start(
+    registrar: Registrar,
+    events: mpsc::Sender<SpawnEvent>,
+) -> io::Result<mpsc::Sender<Batch>> {
+    let (batches, mut requests) = mpsc::channel::<Batch>(BATCH_QUEUE);
+    let run = move || {
+        while let Some(batch) = requests.blocking_recv() {
+            let generation = batch.generation;
+            let failure = start_batch(batch, registrar, &events);
+            let ended = SpawnEvent::Ended { generation, failure };
+            if events.blocking_send(ended).is_err() {
+                return;
+            }
+        }
+        // The launcher is about to exit. Its workers are gone: it does not end before them.
+    };
+    let thread = std::thread::Builder::new().name("spawner".into());
+    thread.stack_size(STACK_BYTES).spawn(run)?;
+    Ok(batches)
 }
 
 fn start_batch(
@@ -162,18 +152,13 @@ fn start_worker(batch: &Batch, worker: &WorkerSpec, registrar: Registrar) -> Res
     } else {
         Some(File::open("/dev/null")?)
     };
-    let (stdout, stderr) = worker
-        .output
-        .as_ref()
-        .map(|[stdout, stderr]| (stdout, stderr))
-        .unzip();
+    let [stdout, stderr] = match &worker.output {
+        Some([stdout, stderr]) => [Some(stdout.as_fd()), Some(stderr.as_fd())],
+        None => [None, None],
+    };
     let start = Start {
         image,
-        streams: Streams {
-            stdin: nothing.as_ref().map(AsFd::as_fd),
-            stdout: stdout.map(AsFd::as_fd),
-            stderr: stderr.map(AsFd::as_fd),
-        },
+        streams: [nothing.as_ref().map(AsFd::as_fd), stdout, stderr],
         entry,
         patience: START_PATIENCE,
         ignored: &batch.ignored,
@@ -223,7 +208,6 @@ fn enter_session(
 
 #[cfg(test)]
 mod tests {
-    use std::collections::BTreeMap;
     use std::io::Read;
     use std::os::unix::net::UnixStream;
 
@@ -240,7 +224,6 @@ mod tests {
                 program: dir.path().join("absent"),
                 arg0: None,
                 args: Vec::new(),
-                env: BTreeMap::new(),
                 display_name: "x".into(),
                 agent_store: false,
                 native: false,

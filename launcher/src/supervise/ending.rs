@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use ddp_proto::{exit, rendezvous};
+use ddp_proto::rendezvous;
 use nix::sys::signal::Signal;
 
 /// The end of one process as the kernel reports it.
@@ -23,14 +23,6 @@ impl Ending {
     /// True for exit code 0.
     pub fn is_success(self) -> bool {
         self == Self::Code(0)
-    }
-
-    /// The code with which a shell would report this end.
-    pub fn exit_code(self) -> u8 {
-        match self {
-            Self::Code(code) => (code & 0xff) as u8,
-            Self::Signal { signal, .. } => exit::of_signal(signal),
-        }
     }
 
     /// The end that a message of the protocol speaks of; a message without either is an unknown failure.
@@ -79,14 +71,12 @@ mod tests {
             core_dumped: false,
         };
         assert_eq!(killed.to_string(), "died of SIGKILL");
-        assert_eq!(killed.exit_code(), 137);
         let crashed = Ending::Signal {
             signal: 11,
             core_dumped: true,
         };
         assert_eq!(crashed.to_string(), "died of SIGSEGV (core dumped)");
         assert_eq!(Ending::Code(42).to_string(), "exited with code 42");
-        assert_eq!(Ending::Code(42).exit_code(), 42);
         let real_time = Ending::Signal {
             signal: 40,
             core_dumped: false,

@@ -8,7 +8,7 @@
 
 use std::collections::BTreeSet;
 use std::fs;
-use std::io::{self, Read};
+use std::io::{self, Read, Write as _};
 use std::os::fd::{AsFd, AsRawFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::panic::AssertUnwindSafe;
@@ -24,6 +24,7 @@ use nix::unistd::{ForkResult, Pid, fork};
 
 use crate::boot_clock::since_boot;
 use crate::cgroup;
+use crate::supervise::death_notice::DeathNotice;
 use crate::supervise::sweep::KillTargets;
 
 /// How long the guardian hunts before it gives up on processes that cannot be killed.
@@ -34,6 +35,7 @@ const FAREWELL_BOUND: Duration = Duration::from_secs(2);
 const WATCH: u8 = b'+';
 const FORGET: u8 = b'-';
 const DEADLINE: u8 = b'd';
+const NOTICE: u8 = b'n';
 const QUIT: u8 = b'q';
 const RECORD_BYTES: usize = 5;
 /// In which a deadline is counted.
@@ -87,6 +89,7 @@ impl Guardian {
                     group,
                     sessions: BTreeSet::new(),
                     deadline: None,
+                    notice: None,
                 };
                 let watch = AssertUnwindSafe(|| watch.run());
                 let _ = std::panic::catch_unwind(watch);
@@ -150,6 +153,17 @@ impl Guardian {
         if self.deadline.swap(ticks, Ordering::Relaxed) != ticks {
             send_record(self.socket.as_raw_fd(), DEADLINE, ticks);
         }
+    }
+
+    /// The guardian sends this when the launcher has died and the workers are gone.
+    pub(crate) fn set_notice(&self, notice: &DeathNotice) -> io::Result<()> {
+        let notice = serde_json::to_vec(notice)?;
+        let bytes = i32::try_from(notice.len()).map_err(io::Error::other)?;
+        let mut message = vec![NOTICE];
+        message.extend(bytes.to_le_bytes());
+        message.extend(notice);
+        // No worker announces itself before: in one write it stays whole all the same.
+        (&self.socket).write_all(&message)
     }
 
     /// A worker's session is gone, and its number may be used again by others.
@@ -221,6 +235,7 @@ struct Watch {
     sessions: BTreeSet<i32>,
     /// Until when the workers may live, as time since boot.
     deadline: Option<Duration>,
+    notice: Option<DeathNotice>,
 }
 
 impl Watch {
@@ -236,11 +251,21 @@ impl Watch {
                     let ticks = u32::try_from(session).ok().filter(|_| session != i32::MAX);
                     self.deadline = ticks.map(|ticks| DEADLINE_TICK * ticks);
                 }
+                NOTICE => {
+                    let mut notice = vec![0; usize::try_from(session).unwrap_or(0)];
+                    if self.socket.read_exact(&mut notice).is_err() {
+                        break;
+                    }
+                    self.notice = serde_json::from_slice(&notice).ok();
+                }
                 QUIT => return,
                 _ => {}
             }
         }
         self.kill_workers(HUNT_BOUND);
+        if let Some(notice) = self.notice.take() {
+            notice.send();
+        }
         // No process is left to report to.
         if let Some(group) = &self.group {
             let _ = cgroup::remove(group);
@@ -304,9 +329,7 @@ impl Watch {
         // Names it in `ps`; best effort.
         let _ = nix::sys::prctl::set_name(c"ddp-guardian");
         let _ = std::env::set_current_dir("/");
-        let fd = self.socket.as_raw_fd();
-        close_range(0, fd - 1);
-        close_range(fd + 1, i32::MAX);
+        close_all_but(self.socket.as_raw_fd());
         for _ in 0..3 {
             // SAFETY: plain system call with a constant path. Descriptors 0 to 2 stay taken, so that no file
             // opened later becomes a program's standard output.
@@ -315,23 +338,17 @@ impl Watch {
     }
 }
 
-/// Closes descriptors `first..=last`, on kernels without the system call one by one.
-fn close_range(first: RawFd, last: RawFd) {
-    if first > last {
-        return;
-    }
-    // SAFETY: this process uses none of these descriptors any more; the one it uses is not in the range.
-    if unsafe { libc::syscall(libc::SYS_close_range, first, last, 0) } == 0 {
-        return;
-    }
+/// Closes all descriptors but one.
+fn close_all_but(kept: RawFd) {
     let open: Vec<RawFd> = fs::read_dir("/proc/self/fd")
         .into_iter()
         .flatten()
         .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
-        .filter(|fd| (first..=last).contains(fd))
+        .filter(|fd| *fd != kept)
         .collect();
     for fd in open {
-        // SAFETY: as above. The descriptor of the directory just read is closed already, which only gives EBADF.
+        // SAFETY: this process uses no other descriptor any more. That of the directory just read is closed already,
+        // which only gives EBADF.
         unsafe { libc::close(fd) };
     }
 }

@@ -53,7 +53,9 @@ impl Beat {
     /// itself, if it did.
     pub(crate) fn place(&self, activity: &str) -> String {
         let comma = if activity.is_empty() { "" } else { ", " };
-        let phase = phase_name(self.phase);
+        // As it is on the wire.
+        let phase = serde_json::to_string(&self.phase).unwrap_or_default();
+        let phase = phase.trim_matches('"');
         format!("phase {phase}, step {}{comma}{activity}", self.step)
     }
 
@@ -76,17 +78,6 @@ impl Beat {
             self.place(activity),
             bound.as_secs_f64()
         )
-    }
-}
-
-/// As it is on the wire.
-fn phase_name(phase: Phase) -> &'static str {
-    match phase {
-        Phase::Starting => "starting",
-        Phase::Training => "training",
-        Phase::Validating => "validating",
-        Phase::Saving => "saving",
-        Phase::Finishing => "finishing",
     }
 }
 
@@ -154,7 +145,7 @@ fn thread(id: u32, task: &Path) -> Option<String> {
         _ => String::new(),
     };
     let mut words = format!("thread {id} ({}): {}{place}{call}", read("comm"), state.trim());
-    // For root only.
+    // Only root can read the kernel stack.
     for frame in read("stack").lines() {
         let _ = write!(words, "\n  kernel: {}", frame.trim_start_matches("[<0>] "));
     }

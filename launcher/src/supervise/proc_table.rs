@@ -35,23 +35,14 @@ pub(crate) fn process(pid: i32) -> Option<ProcessEntry> {
     parse_stat(pid, &fs::read(format!("/proc/{pid}/stat")).ok()?)
 }
 
-/// The name of a process's program, for messages.
-pub(crate) fn program_name(pid: i32) -> Option<String> {
-    Some(
-        fs::read_to_string(format!("/proc/{pid}/comm"))
-            .ok()?
-            .trim_end()
-            .to_owned(),
-    )
-}
-
 /// A process that should be gone, in words: ``77 (`python3`, state D in nfs_wait)``.
 pub(crate) fn describe(pid: i32) -> String {
     let read = |file| fs::read_to_string(format!("/proc/{pid}/{file}")).unwrap_or_default();
-    let Some(name) = program_name(pid) else {
+    let (name, stat) = (read("comm"), read("stat"));
+    if name.is_empty() {
         return pid.to_string();
-    };
-    let stat = read("stat");
+    }
+    let name = name.trim_end();
     let state = stat.rsplit_once(") ").and_then(|(_, rest)| rest.chars().next());
     let place = match read("wchan").as_str() {
         "" | "0" => String::new(),

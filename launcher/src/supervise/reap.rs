@@ -17,18 +17,11 @@ use nix::unistd::Pid;
 use crate::supervise::ending::Ending;
 use crate::supervise::sweep::KillTargets;
 
-/// Which child is meant.
-#[derive(Clone, Copy, Debug)]
-enum Which {
-    Pid(i32),
-    Any,
-}
-
 /// Workers that are dead, with their ends. What lives in their sessions is killed, then they are reaped. With a control
 /// group of the workers only its members are looked at: a machine may have thousands of other processes.
 pub(crate) fn collect_workers(pids: impl Iterator<Item = i32>, group: Option<&Path>) -> Vec<(i32, Ending)> {
     let dead: Vec<(i32, Ending)> = pids
-        .filter_map(|pid| look(Which::Pid(pid), libc::WNOWAIT).ok().flatten())
+        .filter_map(|pid| look(Some(pid), libc::WNOWAIT).ok().flatten())
         .collect();
     if dead.is_empty() {
         return dead;
@@ -45,7 +38,7 @@ pub(crate) fn collect_workers(pids: impl Iterator<Item = i32>, group: Option<&Pa
     targets.kill_once();
     for pid in &sessions {
         // It was dead a moment ago, and only this function reaps it.
-        let _ = look(Which::Pid(*pid), 0);
+        let _ = look(Some(*pid), 0);
     }
     dead
 }
@@ -55,11 +48,11 @@ pub(crate) fn collect_workers(pids: impl Iterator<Item = i32>, group: Option<&Pa
 pub(crate) fn collect_orphans(is_worker: impl Fn(i32) -> bool) -> Vec<i32> {
     let mut reaped = Vec::new();
     // Left for the next round: it is woken by the same signal.
-    while let Ok(Some((pid, _))) = look(Which::Any, libc::WNOWAIT) {
+    while let Ok(Some((pid, _))) = look(None, libc::WNOWAIT) {
         if is_worker(pid) {
             break;
         }
-        if look(Which::Pid(pid), 0).is_err() {
+        if look(Some(pid), 0).is_err() {
             break;
         }
         reaped.push(pid);
@@ -69,17 +62,17 @@ pub(crate) fn collect_orphans(is_worker: impl Fn(i32) -> bool) -> Vec<i32> {
 
 /// Kills the group of a child, unless it has been reaped: its number may be a stranger's then.
 pub(crate) fn kill_child(pid: i32) {
-    if look(Which::Pid(pid), libc::WNOWAIT).is_ok() {
+    if look(Some(pid), libc::WNOWAIT).is_ok() {
         // Dead already, if this fails.
         let _ = killpg(Pid::from_raw(pid), Signal::SIGKILL);
     }
 }
 
-/// `waitid` without waiting; with `WNOWAIT` the child stays.
-fn look(which: Which, flags: i32) -> io::Result<Option<(i32, Ending)>> {
-    let (kind, id) = match which {
-        Which::Pid(pid) => (libc::P_PID, pid as libc::id_t),
-        Which::Any => (libc::P_ALL, 0),
+/// `waitid` for this child, or for any, without waiting; with `WNOWAIT` the child stays.
+fn look(pid: Option<i32>, flags: i32) -> io::Result<Option<(i32, Ending)>> {
+    let (kind, id) = match pid {
+        Some(pid) => (libc::P_PID, pid as libc::id_t),
+        None => (libc::P_ALL, 0),
     };
     // SAFETY: all zeroes is a valid `siginfo_t`.
     let mut info: libc::siginfo_t = unsafe { std::mem::zeroed() };

@@ -5,7 +5,7 @@ use std::convert::Infallible;
 use std::io;
 use std::net::{SocketAddr, TcpListener as StdListener};
 use std::os::fd::AsRawFd;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -13,20 +13,21 @@ use nix::sys::resource::{Resource, getrlimit};
 use nix::sys::socket::{Shutdown, setsockopt, shutdown, sockopt};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::runtime::Builder;
-use tokio::sync::{Notify, oneshot};
+use tokio::sync::{Notify, Semaphore, SemaphorePermit, oneshot};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep_until, timeout};
 
 use super::store::{ClientId, Refused, Store};
-use super::wire::{Answer, Command, Decoder, WireError};
+use super::wire::{Command, Decoder, STOP_WAITING, WireError};
 use crate::output::console::Console;
+use crate::threads;
 
 /// Connections at one time, and no more than a quarter of the descriptors of this process: a rendezvous may take half, and
 /// workers need some. A rank has a few for each process group.
 const MAX_CONNECTIONS: usize = 16 << 10;
 /// Memory for commands that have not arrived yet and answers that have not left yet, over all connections.
 const MAX_HELD_BYTES: usize = 1 << 30;
+const STACK_BYTES: usize = 2 << 20;
 /// How long a connection may take to prove that it is a client.
 const VALIDATION_BOUND: Duration = Duration::from_mins(1);
 /// How long a client may not read an answer.
@@ -62,34 +63,17 @@ impl TcpStoreServer {
         listener.set_nonblocking(true)?;
         let accepting = listener.try_clone()?;
         let (open, closed) = oneshot::channel();
-        let (opened, is_opened) = std::sync::mpsc::sync_channel(1);
         let serve = move || {
-            // Made and dropped here: a runtime must not be dropped on another one, the agent's.
-            let runtime = match Builder::new_current_thread().enable_all().build() {
-                Ok(runtime) => runtime,
-                Err(error) => return drop(opened.send(Err(error))),
-            };
-            runtime.block_on(async move {
-                let accepting = TcpListener::from_std(accepting);
-                let accepting = match accepting {
-                    Ok(accepting) => accepting,
-                    Err(error) => return drop(opened.send(Err(error))),
-                };
-                drop(opened.send(Ok(())));
+            let accepting = TcpListener::from_std(accepting)?;
+            Ok(async move {
                 // Whichever is dropped, all that is served ends.
                 tokio::select! {
                     () = accept(accepting, Arc::new(Hub::new(console))) => {}
                     _ = closed => {}
                 }
-            });
+            })
         };
-        std::thread::Builder::new()
-            .name("tcp-store".into())
-            .spawn(serve)?;
-        // The thread answers at once, or ends.
-        is_opened
-            .recv()
-            .map_err(|_| io::Error::other("its thread ended"))??;
+        threads::start_runtime("tcp-store", STACK_BYTES, serve)?;
         Ok(Self {
             listener,
             _open: open,
@@ -108,7 +92,8 @@ impl TcpStoreServer {
 /// What all connections share.
 struct Hub {
     shared: Mutex<Shared>,
-    held_bytes: AtomicUsize,
+    /// A permit for each byte of [`MAX_HELD_BYTES`].
+    memory: Semaphore,
     console: Console,
     complained: AtomicBool,
 }
@@ -124,7 +109,7 @@ impl Hub {
     fn new(console: Console) -> Self {
         Self {
             shared: Mutex::default(),
-            held_bytes: AtomicUsize::new(0),
+            memory: Semaphore::new(MAX_HELD_BYTES),
             console,
             complained: AtomicBool::new(false),
         }
@@ -132,6 +117,13 @@ impl Hub {
 
     fn shared(&self) -> MutexGuard<'_, Shared> {
         self.shared.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Memory for `bytes`, which is given back with what is returned.
+    fn hold(&self, bytes: usize) -> Result<SemaphorePermit<'_>, ServeError> {
+        let bytes = u32::try_from(bytes).map_err(|_| ServeError::OutOfMemory)?;
+        let held = self.memory.try_acquire_many(bytes);
+        held.map_err(|_| ServeError::OutOfMemory)
     }
 
     fn enter(&self, client: ClientId) -> Arc<Notify> {
@@ -214,15 +206,16 @@ async fn serve(client: ClientId, stream: TcpStream, peer: SocketAddr, hub: Arc<H
         tracing::warn!("the store cannot set options of the connection from {peer}: {error}");
     }
     let waker = hub.enter(client);
-    let held = Held { hub: &hub, bytes: 0 };
-    let mut connection = Connection {
-        client,
-        stream,
-        hub: &hub,
-        held,
+    let serving = async {
+        let connection = Connection {
+            client,
+            stream,
+            hub: &hub,
+            held: hub.hold(0)?,
+        };
+        connection.run(&waker).await
     };
-    let ended = connection.run(&waker).await;
-    drop(connection);
+    let ended = serving.await;
     hub.leave(client);
     if let Err(error) = ended {
         hub.complain(peer, &error);
@@ -233,12 +226,13 @@ struct Connection<'a> {
     client: ClientId,
     stream: TcpStream,
     hub: &'a Hub,
-    held: Held<'a>,
+    /// The connection's part of the memory that all may hold.
+    held: SemaphorePermit<'a>,
 }
 
 impl Connection<'_> {
     /// Answers until the client leaves.
-    async fn run(&mut self, waker: &Notify) -> Result<(), ServeError> {
+    async fn run(mut self, waker: &Notify) -> Result<(), ServeError> {
         let mut decoder = Decoder::default();
         let validated_by = Instant::now() + VALIDATION_BOUND;
         loop {
@@ -248,7 +242,7 @@ impl Connection<'_> {
                     if read? == 0 {
                         return Ok(());
                     }
-                    self.held.set(decoder.held_bytes())?;
+                    self.hold(decoder.held_bytes())?;
                     while let Some(command) = decoder.next_command()? {
                         let answer = self.hub.apply(self.client, command)?;
                         self.write(&answer).await?;
@@ -257,7 +251,7 @@ impl Connection<'_> {
                 () = waker.notified() => {
                     let is_over = self.hub.shared().store.take_over(self.client);
                     if is_over {
-                        self.write(&Answer::StopWaiting.encode()).await?;
+                        self.write(&[STOP_WAITING]).await?;
                     }
                 }
                 () = sleep_until(validated_by), if !decoder.is_validated() => return Ok(()),
@@ -266,43 +260,22 @@ impl Connection<'_> {
     }
 
     async fn write(&mut self, answer: &[u8]) -> Result<(), ServeError> {
-        let before = self.held.bytes;
-        self.held.set(before + answer.len())?;
+        let before = self.held.num_permits();
+        self.hold(before + answer.len())?;
         timeout(WRITE_BOUND, self.stream.write_all(answer))
             .await
             .map_err(io::Error::from)??;
-        self.held.set(before)
+        self.hold(before)
     }
-}
 
-/// A connection's part of the memory that all may hold; given back when it is dropped.
-struct Held<'a> {
-    hub: &'a Hub,
-    bytes: usize,
-}
-
-impl Held<'_> {
-    fn set(&mut self, bytes: usize) -> Result<(), ServeError> {
-        let held = &self.hub.held_bytes;
-        if bytes > self.bytes {
-            let more = bytes - self.bytes;
-            let all = held.fetch_add(more, Ordering::Relaxed) + more;
-            self.bytes = bytes;
-            return if all > MAX_HELD_BYTES {
-                Err(ServeError::OutOfMemory)
-            } else {
-                Ok(())
-            };
+    /// Changes how much memory the connection holds.
+    fn hold(&mut self, bytes: usize) -> Result<(), ServeError> {
+        let held = self.held.num_permits();
+        match bytes.checked_sub(held) {
+            Some(more) => self.held.merge(self.hub.hold(more)?),
+            None => drop(self.held.split(held - bytes)),
         }
-        held.fetch_sub(self.bytes - bytes, Ordering::Relaxed);
-        self.bytes = bytes;
         Ok(())
-    }
-}
-
-impl Drop for Held<'_> {
-    fn drop(&mut self) {
-        self.hub.held_bytes.fetch_sub(self.bytes, Ordering::Relaxed);
     }
 }
 

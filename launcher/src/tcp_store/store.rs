@@ -2,7 +2,10 @@
 
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 
-use super::wire::{Answer, Command, Key, MAX_MESSAGE_BYTES, Value, put_bytes, put_number};
+use super::wire::{
+    Command, Key, MAX_MESSAGE_BYTES, NOT_READY, READY, STOP_WAITING, Value, WAIT_CANCELED, put_bytes,
+    put_number,
+};
 
 /// All keys, values and waits together.
 const MAX_BYTES: usize = 1 << 30;
@@ -90,7 +93,7 @@ impl Store {
             }
             Command::Check(keys) => {
                 let ready = keys.iter().all(|key| self.is_ready(key));
-                return Ok(if ready { Answer::Ready } else { Answer::NotReady }.encode());
+                answer.push(if ready { READY } else { NOT_READY });
             }
             Command::Wait(keys) => {
                 let missing = keys.into_iter().filter(|key| !self.is_ready(key)).collect();
@@ -98,7 +101,7 @@ impl Store {
             }
             Command::CancelWait => {
                 self.end_wait(client);
-                return Ok(Answer::WaitCanceled.encode());
+                answer.push(WAIT_CANCELED);
             }
             Command::Barrier { key, world_size } => return self.barrier(client, key, world_size),
             Command::CountKeys => put_number(&mut answer, self.values.len() as i64),
@@ -199,7 +202,7 @@ impl Store {
         self.store(&key, arrived.to_string().into_bytes())?;
         if arrived >= world_size {
             self.wake_all(&key);
-            return Ok(Answer::StopWaiting.encode());
+            return Ok(vec![STOP_WAITING]);
         }
         self.wait(client, HashSet::from([key]))
     }
@@ -208,7 +211,7 @@ impl Store {
     fn wait(&mut self, client: ClientId, missing: HashSet<Key>) -> Result<Vec<u8>, Refused> {
         self.end_wait(client);
         if missing.is_empty() {
-            return Ok(Answer::StopWaiting.encode());
+            return Ok(vec![STOP_WAITING]);
         }
         self.take_room(missing.iter().map(|key| size_of_entry(key, key)).sum(), 0)?;
         self.waits_begun += 1;
@@ -240,12 +243,8 @@ impl Store {
     }
 
     fn wake_all(&mut self, key: &[u8]) {
-        for client in self
-            .waiters
-            .remove(key)
-            .into_iter()
-            .flat_map(BTreeMap::into_values)
-        {
+        let waiters = self.waiters.remove(key).unwrap_or_default();
+        for client in waiters.into_values() {
             self.key_came(client, key);
         }
     }

@@ -180,16 +180,15 @@ impl Decoder {
             if !scan.is_complete(bytes)? {
                 return Ok(None);
             }
-            let fields = Fields {
+            let mut fields = Fields {
                 bytes,
                 parts: scan.parts.iter(),
             };
             let (kind, length) = (scan.kind, scan.at);
-            let command = if kind == kind::VALIDATE {
-                fields.check_magic()?;
-                None
-            } else {
-                fields.command(kind)
+            let command = match kind {
+                kind::VALIDATE if fields.word() != Some(MAGIC) => return Err(WireError::NotAClient),
+                kind::VALIDATE => None,
+                kind => fields.command(kind),
             };
             self.scan = None;
             self.start += length;
@@ -307,14 +306,6 @@ struct Fields<'a> {
 }
 
 impl Fields<'_> {
-    fn check_magic(mut self) -> Result<(), WireError> {
-        if self.word() == Some(MAGIC) {
-            Ok(())
-        } else {
-            Err(WireError::NotAClient)
-        }
-    }
-
     /// None only if the fields are not those of the layout.
     fn command(mut self, kind: u8) -> Option<Command> {
         Some(match kind {
@@ -371,23 +362,11 @@ impl Fields<'_> {
     }
 }
 
-/// The answers of one byte.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Answer {
-    Ready,
-    NotReady,
-    StopWaiting,
-    WaitCanceled,
-}
-
-impl Answer {
-    pub(super) fn encode(self) -> Vec<u8> {
-        vec![match self {
-            Self::Ready | Self::StopWaiting => 0,
-            Self::NotReady | Self::WaitCanceled => 1,
-        }]
-    }
-}
+/// Answers of one byte.
+pub(super) const READY: u8 = 0;
+pub(super) const NOT_READY: u8 = 1;
+pub(super) const STOP_WAITING: u8 = 0;
+pub(super) const WAIT_CANCELED: u8 = 1;
 
 pub(super) fn put_number(answer: &mut Vec<u8>, number: i64) {
     answer.extend(number.to_le_bytes());

@@ -79,8 +79,21 @@ pub(crate) struct Daemon {
 }
 
 impl Daemon {
+    /// A daemon that decides as the real one does.
+    pub(crate) fn start() -> Self {
+        Self::with(Policy::default())
+    }
+
+    /// A daemon that says nothing of failures and successes.
+    pub(crate) fn undecided() -> Self {
+        Self::with(Policy {
+            decides: false,
+            ..Policy::default()
+        })
+    }
+
     /// Listens on a free port of the loopback device.
-    pub(crate) fn start(policy: Policy) -> Self {
+    pub(crate) fn with(policy: Policy) -> Self {
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(1)
             .enable_all()

@@ -1,6 +1,6 @@
 //! Starts a launcher as a process of its own, and looks at it from outside.
 //!
-//! The launcher is this test binary, started again: [`crate::role_launcher`] is its `main`.
+//! The launcher is this test binary, started again: [`crate::child`] is its `main`.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read};
@@ -21,6 +21,10 @@ use serde::{Deserialize, Serialize};
 use crate::daemon::{DEADLINE, Daemon};
 
 const PLAN: &str = "DDP_TEST_PLAN";
+/// Which part of [`crate::ROLES`] a worker plays.
+pub(crate) const ROLE: &str = "DDP_TEST_ROLE";
+/// Arguments with which this binary runs [`crate::child`].
+const CHILD: [&str; 4] = ["child", "--exact", "--ignored", "--nocapture"];
 
 /// A launch in the making; passed to the launcher's process as JSON.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -37,10 +41,10 @@ pub(crate) struct Launch {
     progress_bar: bool,
     log_dir: Option<PathBuf>,
     stdout_filter: Option<String>,
-    connect_timeout_ms: u64,
-    outage_timeout_ms: u64,
-    shutdown_timeout_ms: u64,
-    hang_timeout_ms: u64,
+    connect_timeout: Duration,
+    outage_timeout: Duration,
+    shutdown_timeout: Duration,
+    hang_timeout: Option<Duration>,
     signals_ranks_only: bool,
 }
 
@@ -61,10 +65,10 @@ pub(crate) fn launch_at(endpoint: String) -> Launch {
         progress_bar: false,
         log_dir: None,
         stdout_filter: None,
-        connect_timeout_ms: 10_000,
-        outage_timeout_ms: 10_000,
-        shutdown_timeout_ms: 20_000,
-        hang_timeout_ms: 0,
+        connect_timeout: Duration::from_secs(10),
+        outage_timeout: Duration::from_secs(10),
+        shutdown_timeout: Duration::from_secs(20),
+        hang_timeout: None,
         signals_ranks_only: false,
     }
 }
@@ -90,25 +94,22 @@ impl Launch {
         self.program("sh", &["-c", script])
     }
 
-    /// Workers run a test of this binary, whose code is a worker's.
+    /// Workers are this binary too, and play a part of [`crate::ROLES`].
     pub(crate) fn role(self, role: &str) -> Self {
-        self.role_in("talk", role)
+        self.program(std::env::current_exe().unwrap(), &CHILD)
+            .env(ROLE, role)
     }
 
-    /// The same, for a test of another module.
-    pub(crate) fn role_in(self, module: &str, role: &str) -> Self {
-        let binary = std::env::current_exe().unwrap();
-        let test = format!("{module}::{role}");
-        self.program(binary, &[&test, "--exact", "--nocapture"])
-            .env("DDP_TEST_ROLE", role)
+    /// Workers learn the path of the named pipe.
+    pub(crate) fn meet(self, meeting: &Meeting) -> Self {
+        self.env("FIFO", &meeting.fifo)
     }
 
     /// Workers are launchers themselves.
     pub(crate) fn launcher(self, inner: &Launch) -> Self {
         let binary = std::env::current_exe().unwrap();
         let plan = serde_json::to_string(inner).unwrap();
-        self.program(binary, &["role_launcher", "--exact", "--nocapture"])
-            .env(PLAN, plan)
+        self.program(binary, &CHILD).env(PLAN, plan)
     }
 
     pub(crate) fn env(mut self, name: &str, value: impl AsRef<Path>) -> Self {
@@ -143,17 +144,17 @@ impl Launch {
     }
 
     pub(crate) fn connect_timeout(mut self, timeout: Duration) -> Self {
-        self.connect_timeout_ms = timeout.as_millis() as u64;
+        self.connect_timeout = timeout;
         self
     }
 
     pub(crate) fn outage_timeout(mut self, timeout: Duration) -> Self {
-        self.outage_timeout_ms = timeout.as_millis() as u64;
+        self.outage_timeout = timeout;
         self
     }
 
     pub(crate) fn shutdown_timeout(mut self, timeout: Duration) -> Self {
-        self.shutdown_timeout_ms = timeout.as_millis() as u64;
+        self.shutdown_timeout = timeout;
         self
     }
 
@@ -164,12 +165,17 @@ impl Launch {
     }
 
     pub(crate) fn hang_timeout(mut self, timeout: Duration) -> Self {
-        self.hang_timeout_ms = timeout.as_millis() as u64;
+        self.hang_timeout = Some(timeout);
         self
     }
 
     pub(crate) fn start(self) -> Launcher {
         self.start_with(|command| command)
+    }
+
+    /// Starts the launcher and waits for its end.
+    pub(crate) fn run(self) -> End {
+        self.start().wait()
     }
 
     pub(crate) fn start_with(self, change: impl FnOnce(&mut Command) -> &mut Command) -> Launcher {
@@ -186,7 +192,7 @@ impl Launch {
 
     fn start_as(self, mut command: Command, change: impl FnOnce(&mut Command) -> &mut Command) -> Launcher {
         command
-            .args(["role_launcher", "--exact", "--nocapture"])
+            .args(CHILD)
             .env(PLAN, serde_json::to_string(&self).unwrap())
             .env("RANK", "inherited by mistake")
             .stdin(Stdio::null())
@@ -216,17 +222,16 @@ impl Launch {
             join_timeout: DEADLINE,
             last_call: None,
             takeover: None,
-            hang_timeout: (self.hang_timeout_ms > 0).then(|| Duration::from_millis(self.hang_timeout_ms)),
-            connect_timeout: Duration::from_millis(self.connect_timeout_ms),
-            outage_timeout: Duration::from_millis(self.outage_timeout_ms),
-            shutdown_timeout: Duration::from_millis(self.shutdown_timeout_ms),
+            hang_timeout: self.hang_timeout,
+            connect_timeout: self.connect_timeout,
+            outage_timeout: self.outage_timeout,
+            shutdown_timeout: self.shutdown_timeout,
             log_dir: self.log_dir,
             resume_hint: None,
             command: WorkerCommand {
                 program: self.program,
                 arg0: None,
                 args: self.args.into_iter().map(Into::into).collect(),
-                env: self.env,
                 display_name: "the program".into(),
                 native: self.native,
                 agent_store: self.agent_store,
@@ -270,8 +275,13 @@ pub(crate) fn run_launcher() {
     // The tests send SIGHUP, which stays ignored where they run under `nohup`.
     // SAFETY: the default disposition runs no code of ours.
     unsafe { nix::sys::signal::signal(Signal::SIGHUP, nix::sys::signal::SigHandler::SigDfl) }.unwrap();
-    let guardian = Guardian::fork().unwrap();
     let launch: Launch = serde_json::from_str(&plan).unwrap();
+    for (name, value) in &launch.env {
+        // Workers inherit it.
+        // SAFETY: no other thread of this process looks at the environment now.
+        unsafe { std::env::set_var(name, value) };
+    }
+    let guardian = Guardian::fork().unwrap();
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
@@ -298,6 +308,28 @@ pub(crate) struct End {
     pub(crate) code: i32,
     pub(crate) stdout: String,
     pub(crate) stderr: String,
+}
+
+impl End {
+    #[track_caller]
+    pub(crate) fn expect_code(&self, code: i32) {
+        assert_eq!(self.code, code, "{}\n{}", self.stdout, self.stderr);
+    }
+
+    #[track_caller]
+    pub(crate) fn expect_stdout(&self, text: impl AsRef<str>) {
+        assert!(self.stdout.contains(text.as_ref()), "{}", self.stdout);
+    }
+
+    #[track_caller]
+    pub(crate) fn expect_stderr(&self, text: impl AsRef<str>) {
+        assert!(self.stderr.contains(text.as_ref()), "{}", self.stderr);
+    }
+
+    #[track_caller]
+    pub(crate) fn expect_no_stderr(&self, text: &str) {
+        assert!(!self.stderr.contains(text), "{}", self.stderr);
+    }
 }
 
 impl Launcher {
@@ -434,6 +466,11 @@ impl Meeting {
         let fifo = dir.path().join("fifo");
         nix::unistd::mkfifo(&fifo, nix::sys::stat::Mode::S_IRWXU).unwrap();
         Self { _dir: dir, fifo }
+    }
+
+    /// Lets the worker go on that waits for the pipe to be opened.
+    pub(crate) fn open(&self) {
+        drop(std::fs::File::create(&self.fifo).unwrap());
     }
 
     /// Reads the pipe, until no process has it open for writing any more.

@@ -8,7 +8,7 @@ use std::path::PathBuf;
 
 use nix::sys::signal::Signal;
 
-use crate::daemon::{Daemon, Policy};
+use crate::daemon::Daemon;
 use crate::harness::{Meeting, launch};
 
 /// A child in the worker's group, one in a session of its own, and an orphan without the worker's variables.
@@ -20,48 +20,38 @@ const FAMILY: &str = r#"exec 3>"$FIFO"
 
 #[test]
 fn leftovers_of_a_worker_that_succeeded_are_gone() {
-    let daemon = Daemon::start(Policy::default());
+    let daemon = Daemon::start();
     let meeting = Meeting::new();
     let mut family = meeting.lines();
     // One worker and its family may be gone before the other has opened the pipe: it must not end before.
     let held = File::options().write(true).open(&meeting.fifo).unwrap();
-    let end = launch(&daemon)
-        .workers(2)
-        .env("FIFO", &meeting.fifo)
-        .sh(FAMILY)
-        .start()
-        .wait();
-    assert_eq!(end.code, 0, "{}", end.stderr);
+    let end = launch(&daemon).workers(2).meet(&meeting).sh(FAMILY).run();
+    end.expect_code(0);
     drop(held);
     family.rest();
 }
 
 #[test]
 fn leftovers_of_a_worker_that_failed_are_gone() {
-    let daemon = Daemon::start(Policy::default());
+    let daemon = Daemon::start();
     let meeting = Meeting::new();
     let mut family = meeting.lines();
     let end = launch(&daemon)
-        .env("FIFO", &meeting.fifo)
+        .meet(&meeting)
         .sh(&format!("{FAMILY}; kill -9 $$"))
-        .start()
-        .wait();
-    assert_eq!(end.code, 137, "{}", end.stderr);
+        .run();
+    end.expect_code(137);
     family.rest();
 }
 
 #[test]
 fn the_group_of_a_worker_ends_with_it_while_others_run() {
-    let daemon = Daemon::start(Policy::default());
+    let daemon = Daemon::start();
     let meeting = Meeting::new();
     let mut family = meeting.lines();
     let script = r#"[ "$RANK" = 0 ] || exec tail -f /dev/null
         exec 3>"$FIFO"; tail -f /dev/null & echo ready >&3; exit 0"#;
-    let launcher = launch(&daemon)
-        .workers(2)
-        .env("FIFO", &meeting.fifo)
-        .sh(script)
-        .start();
+    let launcher = launch(&daemon).workers(2).meet(&meeting).sh(script).start();
     family.rest();
     launcher.signal(Signal::SIGTERM);
     assert_eq!(launcher.wait().code, 143);
@@ -69,7 +59,7 @@ fn the_group_of_a_worker_ends_with_it_while_others_run() {
 
 #[test]
 fn nothing_survives_a_launcher_that_is_killed() {
-    let daemon = Daemon::start(Policy::default());
+    let daemon = Daemon::start();
     let meeting = Meeting::new();
     let mut family = meeting.lines();
     // Without PDEATHSIG, which only the workers themselves have, and in sessions of their own. The one without
@@ -80,16 +70,12 @@ fn nothing_survives_a_launcher_that_is_killed() {
         (setsid setsid tail -f /dev/null &)
         env -i tail -f /dev/null &
         echo ready >&3; exec tail -f /dev/null"#;
-    let launcher = launch(&daemon)
-        .workers(2)
-        .env("FIFO", &meeting.fifo)
-        .sh(script)
-        .start();
+    let launcher = launch(&daemon).workers(2).meet(&meeting).sh(script).start();
     family.expect("ready");
     family.expect("ready");
     launcher.signal(Signal::SIGKILL);
     let end = launcher.wait();
-    assert_eq!(end.code, 1009);
+    end.expect_code(1009);
     family.rest();
 }
 
@@ -113,12 +99,12 @@ fn a_control_group_holds_what_has_left_its_session_and_cleared_its_environment()
         eprintln!("SKIPPED: {why}");
         return;
     }
-    let daemon = Daemon::start(Policy::default());
+    let daemon = Daemon::start();
     let meeting = Meeting::new();
     let mut family = meeting.lines();
     let script =
         r#"exec 3>"$FIFO"; (setsid env -i tail -f /dev/null &); echo ready >&3; exec tail -f /dev/null"#;
-    let launcher = launch(&daemon).env("FIFO", &meeting.fifo).sh(script).start();
+    let launcher = launch(&daemon).meet(&meeting).sh(script).start();
     family.expect("ready");
     let pid = launcher.pid();
     assert_eq!(groups_of(pid).len(), 1);
@@ -141,11 +127,11 @@ fn the_control_group_goes_with_the_launcher() {
         eprintln!("SKIPPED: {why}");
         return;
     }
-    let daemon = Daemon::start(Policy::default());
+    let daemon = Daemon::start();
     let launcher = launch(&daemon).workers(2).sh("cat /proc/self/cgroup").start();
     let pid = launcher.pid();
     let end = launcher.wait();
-    assert_eq!(end.code, 0, "{}", end.stderr);
+    end.expect_code(0);
     assert_eq!(
         end.stdout.matches(&format!("/ddp-{pid}-")).count(),
         2,
@@ -157,12 +143,12 @@ fn the_control_group_goes_with_the_launcher() {
 
 #[test]
 fn nothing_survives_a_launcher_in_a_launcher() {
-    let daemon = Daemon::start(Policy::default());
-    let inner_daemon = Daemon::start(Policy::default());
+    let daemon = Daemon::start();
+    let inner_daemon = Daemon::start();
     let meeting = Meeting::new();
     let mut family = meeting.lines();
     let script = r#"exec 3>"$FIFO"; setsid tail -f /dev/null & echo ready >&3; exec tail -f /dev/null"#;
-    let inner = launch(&inner_daemon).env("FIFO", &meeting.fifo).sh(script);
+    let inner = launch(&inner_daemon).meet(&meeting).sh(script);
     let launcher = launch(&daemon).launcher(&inner).start();
     family.expect("ready");
     launcher.signal(Signal::SIGKILL);

@@ -3,32 +3,19 @@
 use std::io::Write;
 use std::time::Duration;
 
-use ddp_proto::control::{Phase, Sizes, ToAgent, ToWorker};
+use ddp_proto::control::{Sizes, ToAgent, ToWorker};
 use ddp_proto::rendezvous::agent_message::Body as Report;
 use nix::sys::signal::Signal;
 
-use crate::daemon::{Daemon, Policy};
+use crate::daemon::Daemon;
 use crate::harness::{Meeting, launch};
-use crate::talk::{Session, plays};
+use crate::talk::{Session, heartbeat};
 
 /// Waits to be asked to stop, then ends with success.
-#[test]
-fn role_stops_at_boundary() {
-    if !plays("role_stops_at_boundary") {
-        return;
-    }
+pub(crate) fn stops_at_boundary() {
     let mut session = Session::open();
     session.receive();
-    let heartbeat = ToAgent::Heartbeat {
-        step: 17,
-        phase: Phase::Training,
-        quiet_ms: 0,
-        progress: None,
-        waits: Vec::new(),
-        activity: String::new(),
-        loss: None,
-    };
-    session.say(&heartbeat);
+    session.say(&heartbeat(17));
     session.say(&ToAgent::Sizes(Sizes {
         ranks_divide: Some(12),
         ..Sizes::default()
@@ -48,10 +35,10 @@ fn role_stops_at_boundary() {
 
 #[test]
 fn a_native_worker_stops_at_a_step_boundary() {
-    let daemon = Daemon::start(Policy::default());
+    let daemon = Daemon::start();
     let mut launcher = launch(&daemon)
         .workers(2)
-        .role_in("listening", "role_stops_at_boundary")
+        .role("stops_at_boundary")
         .native()
         .start();
     launcher.stdout.expect("ready");
@@ -68,16 +55,12 @@ fn a_native_worker_stops_at_a_step_boundary() {
     assert_eq!(divided, 12);
     launcher.signal(Signal::SIGINT);
     let end = launcher.wait();
-    assert_eq!(end.code, 130);
+    end.expect_code(130);
     assert_eq!(end.stdout.matches("saved").count(), 2, "{}", end.stdout);
 }
 
 /// Rank 0 waits to be asked to stop, then ends with success; rank 1 reacts to signals only.
-#[test]
-fn role_rank_0_stops_at_boundary() {
-    if !plays("role_rank_0_stops_at_boundary") {
-        return;
-    }
+pub(crate) fn rank_0_stops_at_boundary() {
     if std::env::var("RANK").as_deref() == Ok("1") {
         println!("ready");
         loop {
@@ -93,26 +76,20 @@ fn role_rank_0_stops_at_boundary() {
 
 #[test]
 fn a_program_that_listens_is_asked_to_stop_and_the_others_are_signalled_at_once() {
-    let daemon = Daemon::start(Policy::default());
-    let launch = launch(&daemon)
-        .workers(2)
-        .role_in("listening", "role_rank_0_stops_at_boundary");
+    let daemon = Daemon::start();
+    let launch = launch(&daemon).workers(2).role("rank_0_stops_at_boundary");
     // Beyond the patience of the test: rank 1 is not to wait for any part of it.
     let mut launcher = launch.shutdown_timeout(Duration::from_hours(1)).start();
     launcher.stdout.expect("ready");
     launcher.stdout.expect("ready");
     launcher.signal(Signal::SIGTERM);
     let end = launcher.wait();
-    assert_eq!(end.code, 143);
-    assert!(end.stdout.contains("saved"), "{} {}", end.stdout, end.stderr);
+    end.expect_code(143);
+    end.expect_stdout("saved");
 }
 
 /// Rank 1 connects when rank 0 has been asked to stop.
-#[test]
-fn role_connects_late() {
-    if !plays("role_connects_late") {
-        return;
-    }
+pub(crate) fn connects_late() {
     let fifo = std::env::var("FIFO").unwrap();
     let is_late = std::env::var("RANK").as_deref() == Ok("1");
     if is_late {
@@ -130,27 +107,23 @@ fn role_connects_late() {
 
 #[test]
 fn a_worker_that_connects_after_the_stop_was_asked_for_is_told() {
-    let daemon = Daemon::start(Policy::default());
+    let daemon = Daemon::start();
     let meeting = Meeting::new();
-    let launch = launch(&daemon).workers(2).env("FIFO", &meeting.fifo);
+    let launch = launch(&daemon).workers(2).meet(&meeting);
     let mut launcher = launch
-        .role_in("listening", "role_connects_late")
+        .role("connects_late")
         .native()
         .shutdown_timeout(Duration::from_hours(1))
         .start();
     launcher.stdout.expect("ready");
     launcher.signal(Signal::SIGTERM);
     let end = launcher.wait();
-    assert_eq!(end.code, 143);
+    end.expect_code(143);
     assert_eq!(end.stdout.matches("saved").count(), 2, "{}", end.stdout);
 }
 
 /// Rank 1 fails when rank 0 has connected, which only sends.
-#[test]
-fn role_only_sends() {
-    if !plays("role_only_sends") {
-        return;
-    }
+pub(crate) fn only_sends() {
     let fifo = std::env::var("FIFO").unwrap();
     if std::env::var("RANK").as_deref() == Ok("1") {
         std::fs::read(&fifo).unwrap();
@@ -167,12 +140,12 @@ fn role_only_sends() {
 
 #[test]
 fn a_worker_that_only_sends_is_stopped_at_once() {
-    let daemon = Daemon::start(Policy::default());
+    let daemon = Daemon::start();
     let meeting = Meeting::new();
-    let launch = launch(&daemon).workers(2).env("FIFO", &meeting.fifo);
-    let end = launch.role_in("listening", "role_only_sends").start().wait();
-    assert_eq!(end.code, 137, "{}", end.stderr);
+    let launch = launch(&daemon).workers(2).meet(&meeting);
+    let end = launch.role("only_sends").run();
+    end.expect_code(137);
     // Workers that listen have a second before this.
     let stopped = "rank 0: terminated by ddp-run (SIGTERM)";
-    assert!(end.stderr.contains(stopped), "{}", end.stderr);
+    end.expect_stderr(stopped);
 }

@@ -15,13 +15,13 @@ fn expect_stopped(daemon: &Daemon) -> NodeStopped {
 
 #[test]
 fn all_ends_are_reported_before_a_restart() {
-    let (daemon, meeting) = (Daemon::start(Policy::default()), Meeting::new());
+    let (daemon, meeting) = (Daemon::start(), Meeting::new());
     // Rank 1 is killed, then rank 0 says that it follows from that.
     let _launcher = launch(&daemon)
         .workers(2)
         .max_restarts(1)
-        .env("FIFO", &meeting.fifo)
-        .role("role_sibling_dies")
+        .meet(&meeting)
+        .role("sibling_dies")
         .native()
         .start();
     let stopped = expect_stopped(&daemon);
@@ -43,14 +43,14 @@ fn all_ends_are_reported_before_a_restart() {
 
 #[test]
 fn workers_that_were_stopped_are_reported_as_such() {
-    let (daemon, meeting) = (Daemon::start(Policy::default()), Meeting::new());
+    let (daemon, meeting) = (Daemon::start(), Meeting::new());
     let script = r#"[ "$TORCHELASTIC_RESTART_COUNT" = 0 ] || exit 0
         if [ "$RANK" = 0 ]; then : >"$FIFO"; exec tail -f /dev/null; fi
         cat "$FIFO"; exit 42"#;
     let launcher = launch(&daemon)
         .workers(2)
         .max_restarts(1)
-        .env("FIFO", &meeting.fifo)
+        .meet(&meeting)
         .sh(script)
         .start();
     let stopped = expect_stopped(&daemon);
@@ -70,7 +70,7 @@ fn the_verdict_brings_the_failures_of_all_nodes_and_ends_the_launch() {
         exit_code: Some(9),
         ..WorkerExit::default()
     };
-    let daemon = Daemon::start(Policy {
+    let daemon = Daemon::with(Policy {
         failures: vec![Failure {
             generation: 1,
             hostname: "elsewhere".into(),
@@ -81,10 +81,10 @@ fn the_verdict_brings_the_failures_of_all_nodes_and_ends_the_launch() {
         ..Policy::default()
     });
     let logs = tempfile::tempdir().unwrap();
-    let end = launch(&daemon).log_dir(logs.path()).sh("exit 7").start().wait();
-    assert_eq!(end.code, 7, "{}", end.stderr);
+    let end = launch(&daemon).log_dir(logs.path()).sh("exit 7").run();
+    end.expect_code(7);
     let line = "  rank 7 (node `elsewhere`): exited with code 9 (0.5 s later)\n";
-    assert!(end.stderr.contains(line), "{}", end.stderr);
+    end.expect_stderr(line);
     let text = std::fs::read(logs.path().join("error.json")).unwrap();
     let value: serde_json::Value = serde_json::from_slice(&text).unwrap();
     assert_eq!(value["failures"][0]["rank"], 0);
@@ -98,10 +98,10 @@ fn the_verdict_brings_the_failures_of_all_nodes_and_ends_the_launch() {
 
 #[test]
 fn what_this_node_knows_itself_is_reported_if_the_daemon_tells_no_failures() {
-    let daemon = Daemon::start(Policy::default());
+    let daemon = Daemon::start();
     let logs = tempfile::tempdir().unwrap();
-    let end = launch(&daemon).log_dir(logs.path()).sh("exit 7").start().wait();
-    assert_eq!(end.code, 7, "{}", end.stderr);
+    let end = launch(&daemon).log_dir(logs.path()).sh("exit 7").run();
+    end.expect_code(7);
     let text = std::fs::read(logs.path().join("error.json")).unwrap();
     let value: serde_json::Value = serde_json::from_slice(&text).unwrap();
     assert_eq!(value["failures"][0]["exit_code"], 7);

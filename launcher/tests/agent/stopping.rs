@@ -24,20 +24,16 @@ fn leave_signal(daemon: &Daemon) -> Option<i32> {
 
 #[test]
 fn a_worker_that_ignores_sigterm_is_killed_after_the_grace() {
-    let daemon = Daemon::start(Policy::default());
+    let daemon = Daemon::start();
     let meeting = Meeting::new();
     let script = format!(
         r#"if [ "$RANK" = 1 ]; then cat "$FIFO"; exit 3; fi
            trap "" TERM; : >"$FIFO"; {STUBBORN}"#
     );
-    let launch = launch(&daemon).workers(2).env("FIFO", &meeting.fifo).sh(&script);
-    let end = launch.shutdown_timeout(Duration::from_millis(300)).start().wait();
-    assert_eq!(end.code, 3);
-    assert!(
-        end.stderr.contains("rank 0: terminated by ddp-run (SIGKILL)"),
-        "{}",
-        end.stderr
-    );
+    let launch = launch(&daemon).workers(2).meet(&meeting).sh(&script);
+    let end = launch.shutdown_timeout(Duration::from_millis(300)).run();
+    end.expect_code(3);
+    end.expect_stderr("rank 0: terminated by ddp-run (SIGKILL)");
 }
 
 #[test]
@@ -48,7 +44,7 @@ fn a_first_signal_stops_with_its_code() {
         (Signal::SIGTERM, 143),
         (Signal::SIGHUP, 129),
     ] {
-        let daemon = Daemon::start(Policy::default());
+        let daemon = Daemon::start();
         // It gets this signal and no other.
         let name = &signal.as_str()[3..];
         let script = format!(
@@ -58,7 +54,7 @@ fn a_first_signal_stops_with_its_code() {
         launcher.stdout.expect("[0] ready");
         launcher.signal(signal);
         let end = launcher.wait();
-        assert_eq!(end.code, code, "{}", end.stderr);
+        end.expect_code(code);
         assert!(
             end.stdout.contains("[0] saved"),
             "it had no time to save: {end:?}"
@@ -75,8 +71,8 @@ fn with_the_scope_of_a_rank_its_children_live_until_it_has_saved() {
         trap 'echo please >"$dir/ask"; read -r words <"$dir/answer"; echo "saved: $words"; exit 0' TERM
         echo ready; while :; do tail -f /dev/null & wait $!; done"#;
     for ranks_only in [true, false] {
-        let (daemon, meeting) = (Daemon::start(Policy::default()), Meeting::new());
-        let launch = launch(&daemon).env("FIFO", &meeting.fifo).sh(script);
+        let (daemon, meeting) = (Daemon::start(), Meeting::new());
+        let launch = launch(&daemon).meet(&meeting).sh(script);
         let launch = if ranks_only {
             launch
                 .signals_ranks_only()
@@ -88,7 +84,7 @@ fn with_the_scope_of_a_rank_its_children_live_until_it_has_saved() {
         launcher.stdout.expect("[0] ready");
         launcher.signal(Signal::SIGTERM);
         let end = launcher.wait();
-        assert_eq!(end.code, 143, "{}", end.stderr);
+        end.expect_code(143);
         let saved = end.stdout.contains("[0] saved: please too");
         assert_eq!(saved, ranks_only, "{} {}", end.stdout, end.stderr);
     }
@@ -96,7 +92,7 @@ fn with_the_scope_of_a_rank_its_children_live_until_it_has_saved() {
 
 #[test]
 fn a_second_signal_kills_at_once() {
-    let daemon = Daemon::start(Policy::default());
+    let daemon = Daemon::start();
     // A grace beyond the patience of the test.
     let launch = launch(&daemon)
         .sh(STUBBORN)
@@ -107,12 +103,8 @@ fn a_second_signal_kills_at_once() {
     launcher.stderr.expect("stopping the workers");
     launcher.insist(Signal::SIGINT, "killing the workers");
     let end = launcher.wait();
-    assert_eq!(end.code, 130);
-    assert!(
-        end.stderr.contains("rank 0: terminated by ddp-run (SIGKILL)"),
-        "{}",
-        end.stderr
-    );
+    end.expect_code(130);
+    end.expect_stderr("rank 0: terminated by ddp-run (SIGKILL)");
 }
 
 /// `timeout 30 ddp-run` signals the program and then its process group.
@@ -121,8 +113,8 @@ fn a_signal_that_is_delivered_twice_leaves_time_to_save() {
     let script = r#"trap 'read -r go <"$FIFO"; echo saved; exit 0' TERM
         echo ready; while :; do tail -f /dev/null & wait $!; done"#;
     let saves = || {
-        let (daemon, meeting) = (Daemon::start(Policy::default()), Meeting::new());
-        let mut launcher = launch(&daemon).env("FIFO", &meeting.fifo).sh(script).start();
+        let (daemon, meeting) = (Daemon::start(), Meeting::new());
+        let mut launcher = launch(&daemon).meet(&meeting).sh(script).start();
         launcher.stdout.expect("[0] ready");
         launcher.signal(Signal::SIGTERM);
         // The first is known to have been taken.
@@ -143,7 +135,7 @@ fn a_signal_that_is_delivered_twice_leaves_time_to_save() {
 
 #[test]
 fn a_signal_is_honoured_while_nodes_are_waited_for() {
-    let daemon = Daemon::start(Policy {
+    let daemon = Daemon::with(Policy {
         assigns: false,
         ..Policy::default()
     });
@@ -158,10 +150,7 @@ fn a_signal_is_honoured_while_nodes_are_waited_for() {
 
 #[test]
 fn a_signal_is_honoured_while_the_daemon_is_silent_after_a_failure() {
-    let daemon = Daemon::start(Policy {
-        decides: false,
-        ..Policy::default()
-    });
+    let daemon = Daemon::undecided();
     let launcher = launch(&daemon).sh("exit 9").start();
     daemon.expect("a worker's exit", |message| {
         matches!(message.body, Some(Report::WorkerExit(_))).then_some(())
@@ -219,7 +208,7 @@ fn a_process_that_cannot_be_killed_is_named_and_does_not_hold_up_the_end() {
         eprintln!("SKIPPED: no freezer of control groups here");
         return;
     };
-    let daemon = Daemon::start(Policy::default());
+    let daemon = Daemon::start();
     let launch = launch(&daemon).sh("echo pid $$; exec tail -f /dev/null");
     let mut launcher = launch.shutdown_timeout(Duration::from_millis(100)).start();
     let line = launcher.stdout.expect("pid ");
@@ -231,8 +220,8 @@ fn a_process_that_cannot_be_killed_is_named_and_does_not_hold_up_the_end() {
     // It could not leave while a process was in it; another launcher cannot either.
     let groups = groups_of(launcher_pid);
     let next = || {
-        let end = crate::harness::launch(&daemon).start().wait();
-        assert_eq!(end.code, 0, "{}", end.stderr);
+        let end = crate::harness::launch(&daemon).run();
+        end.expect_code(0);
     };
     next();
     assert_eq!(groups_of(launcher_pid), groups);
@@ -249,13 +238,13 @@ fn a_process_that_cannot_be_killed_is_named_and_does_not_hold_up_the_end() {
             "cannot remove control group `{}`, because of {pid} (`",
             group.display()
         );
-        assert!(end.stderr.contains(&words), "{}", end.stderr);
+        end.expect_stderr(&words);
     }
     assert!(
         !groups.is_empty() || ddp_launcher::parent_of_workers().is_err(),
         "the group of a process that cannot be killed is gone"
     );
-    assert_eq!(end.code, 143, "{}", end.stderr);
+    end.expect_code(143);
     // The freezer may have been faster than `exec`.
     let named = ["tail", "sh"].map(|name| format!("cannot kill processes: {pid} (`{name}`, state D"));
     assert!(
@@ -267,7 +256,7 @@ fn a_process_that_cannot_be_killed_is_named_and_does_not_hold_up_the_end() {
 
 #[test]
 fn the_end_of_the_job_elsewhere_stops_the_workers_here() {
-    let daemon = Daemon::start(Policy::default());
+    let daemon = Daemon::start();
     let mut launcher = launch(&daemon).sh("echo ready; exec tail -f /dev/null").start();
     launcher.stdout.expect("[0] ready");
     daemon.say(Word::JobOver(JobOver {
@@ -276,24 +265,15 @@ fn the_end_of_the_job_elsewhere_stops_the_workers_here() {
         ..JobOver::default()
     }));
     let end = launcher.wait();
-    assert_eq!(end.code, 55);
-    assert!(
-        end.stderr
-            .contains("error: rank 9 (node `b`) exited with code 55"),
-        "{}",
-        end.stderr
-    );
-    assert!(
-        end.stderr.contains("rank 0: terminated by ddp-run (SIGTERM)"),
-        "{}",
-        end.stderr
-    );
+    end.expect_code(55);
+    end.expect_stderr("error: rank 9 (node `b`) exited with code 55");
+    end.expect_stderr("rank 0: terminated by ddp-run (SIGTERM)");
 }
 
 /// Opening a pipe for writing waits for a reader, as a file on a dead file system waits for its server.
 #[test]
 fn a_log_folder_that_does_not_answer_holds_up_neither_heartbeats_nor_a_stop() {
-    let (daemon, logs) = (Daemon::start(Policy::default()), tempfile::tempdir().unwrap());
+    let (daemon, logs) = (Daemon::start(), tempfile::tempdir().unwrap());
     let launcher = launch(&daemon)
         .max_restarts(1)
         .log_dir(logs.path())

@@ -57,14 +57,11 @@ fn answer_all(connection: &mut TcpStream, status: u8) -> std::io::Result<()> {
 
 #[test]
 fn a_web_server_is_named_as_no_rendezvous() {
-    let end = launch_at(web_server(NOT_FOUND).to_string()).start().wait();
-    assert_eq!(end.code, 69, "{}", end.stderr);
-    assert!(
-        end.stderr.contains("is not a rendezvous daemon") && end.stderr.contains("404"),
-        "{}",
-        end.stderr
-    );
-    assert!(!end.stderr.contains("reconnected"), "{}", end.stderr);
+    let end = launch_at(web_server(NOT_FOUND).to_string()).run();
+    end.expect_code(69);
+    end.expect_stderr("is not a rendezvous daemon");
+    end.expect_stderr("404");
+    end.expect_no_stderr("reconnected");
 }
 
 #[test]
@@ -72,16 +69,12 @@ fn answers_that_are_no_daemons_count_against_the_time_out() {
     let patience = Duration::from_secs(1);
     let end = launch_at(web_server(SERVER_ERROR).to_string())
         .connect_timeout(patience)
-        .start()
-        .wait();
-    assert_eq!(end.code, 69, "{}", end.stderr);
+        .run();
+    end.expect_code(69);
     assert_eq!(end.stderr.matches("broke: ").count(), 1, "{}", end.stderr);
-    assert!(
-        end.stderr.contains("cannot reach the rendezvous at") && end.stderr.contains("500"),
-        "{}",
-        end.stderr
-    );
-    assert!(!end.stderr.contains("reconnected"), "{}", end.stderr);
+    end.expect_stderr("cannot reach the rendezvous at");
+    end.expect_stderr("500");
+    end.expect_no_stderr("reconnected");
 }
 
 /// What moves a terminal's cursor, changes its title, or the direction of a text.
@@ -94,7 +87,7 @@ fn assert_is_clean(text: &str) {
 
 #[test]
 fn a_refusal_of_a_hostile_daemon_controls_no_terminal() {
-    let daemon = Daemon::start(Policy {
+    let daemon = Daemon::with(Policy {
         refuses: Some(Refused {
             code: Code::Invalid.into(),
             reason: "hostile\u{1b}[2J\u{1b}]0;title\u{7}\u{9b}5A \u{202e}txet\r".into(),
@@ -102,8 +95,8 @@ fn a_refusal_of_a_hostile_daemon_controls_no_terminal() {
         }),
         ..Policy::default()
     });
-    let end = launch(&daemon).start().wait();
-    assert_eq!(end.code, 2, "{}", end.stderr);
+    let end = launch(&daemon).run();
+    end.expect_code(2);
     assert_is_clean(&end.stderr);
 }
 
@@ -118,7 +111,7 @@ fn names_and_words_of_other_nodes_control_no_terminal_and_no_log() {
         log_file: hostile.into(),
         ..WorkerExit::default()
     };
-    let daemon = Daemon::start(Policy {
+    let daemon = Daemon::with(Policy {
         failures: vec![Failure {
             generation: 1,
             hostname: hostile.into(),
@@ -141,6 +134,6 @@ fn names_and_words_of_other_nodes_control_no_terminal_and_no_log() {
         ..JobOver::default()
     }));
     let end = launcher.wait();
-    assert_eq!(end.code, 3, "{}", end.stderr);
+    end.expect_code(3);
     assert_is_clean(&end.stderr);
 }

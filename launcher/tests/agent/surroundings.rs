@@ -7,7 +7,7 @@ use crate::harness::launch;
 
 #[test]
 fn workers_see_the_environment_contract() {
-    let daemon = Daemon::start(Policy {
+    let daemon = Daemon::with(Policy {
         workers_of_node_0: 3,
         ..Policy::default()
     });
@@ -22,7 +22,7 @@ fn workers_see_the_environment_contract() {
     let end = launch
         .start_with(|command| command.env("OMP_NUM_THREADS", "7"))
         .wait();
-    assert_eq!(end.code, 0, "{}", end.stderr);
+    end.expect_code(0);
     let text = std::fs::read_to_string(logs.path().join("attempt_0/4/stdout.log")).unwrap();
     let env: BTreeMap<&str, &str> = text.lines().filter_map(|line| line.split_once('=')).collect();
     let error_file = logs.path().join("attempt_0/4/error.json").display().to_string();
@@ -56,9 +56,9 @@ fn workers_see_the_environment_contract() {
 
 #[test]
 fn lines_are_prefixed_and_whole() {
-    let daemon = Daemon::start(Policy::default());
+    let daemon = Daemon::start();
     let script = r"printf 'one\ntwo'; printf ' more\n\n'; printf '50%%\r100%%\r\nlast' ; printf '\377\n' >&2";
-    let end = launch(&daemon).sh(script).start().wait();
+    let end = launch(&daemon).sh(script).run();
     assert!(
         end.stdout
             .ends_with("[0] one\n[0] two more\n[0]\n[0] 50%\r[0] 100%\r\n[0] last\n"),
@@ -70,10 +70,10 @@ fn lines_are_prefixed_and_whole() {
 
 #[test]
 fn lines_of_a_megabyte_stay_whole_beside_those_of_other_ranks() {
-    let daemon = Daemon::start(Policy::default());
+    let daemon = Daemon::start();
     let script =
         r#"for line in 1 2 3 4; do head -c 1000000 /dev/zero | tr '\000' "$RANK"; echo; echo short; done"#;
-    let end = launch(&daemon).workers(2).sh(script).start().wait();
+    let end = launch(&daemon).workers(2).sh(script).run();
     let mut lines: Vec<&str> = end.stdout.lines().filter(|line| line.starts_with('[')).collect();
     lines.sort_unstable();
     let expected = ["0", "1"].map(|rank| {
@@ -85,10 +85,10 @@ fn lines_of_a_megabyte_stay_whole_beside_those_of_other_ranks() {
 
 #[test]
 fn log_files_hold_every_byte() {
-    let daemon = Daemon::start(Policy::default());
+    let daemon = Daemon::start();
     let logs = tempfile::tempdir().unwrap();
     let script = "seq 1 20000; seq 1 100 >&2; printf end";
-    let end = launch(&daemon).log_dir(logs.path()).sh(script).start().wait();
+    let end = launch(&daemon).log_dir(logs.path()).sh(script).run();
     let numbers: String = (1..=20_000).fold(String::new(), |text, number| text + &number.to_string() + "\n");
     let log = |name: &str| std::fs::read_to_string(logs.path().join("attempt_0/0").join(name)).unwrap();
     assert_eq!(log("stdout.log"), numbers + "end");
@@ -98,36 +98,22 @@ fn log_files_hold_every_byte() {
 
 #[test]
 fn a_console_that_nobody_reads_does_not_stop_the_job() {
-    let daemon = Daemon::start(Policy::default());
+    let daemon = Daemon::start();
     let logs = tempfile::tempdir().unwrap();
     // A pipe that stays full: its reader is held open here, and never read.
     let (reader, writer) = std::io::pipe().unwrap();
     let launch = launch(&daemon).log_dir(logs.path()).sh("seq 1 2000000; exit 6");
     let end = launch.start_with(|command| command.stdout(writer)).wait();
-    assert_eq!(end.code, 6);
+    end.expect_code(6);
     let log = std::fs::read_to_string(logs.path().join("attempt_0/0/stdout.log")).unwrap();
     assert!(log.ends_with("\n2000000\n"));
     drop(reader);
 }
 
-#[test]
-fn the_words_of_the_error_file_are_in_the_report() {
-    let daemon = Daemon::start(Policy::default());
-    let script =
-        r#"echo '{"message": {"message": "ValueError: no data"}}' > "$TORCHELASTIC_ERROR_FILE"; exit 1"#;
-    let end = launch(&daemon).sh(script).start().wait();
-    assert_eq!(end.code, 1);
-    assert!(
-        end.stderr.contains("message: ValueError: no data"),
-        "{}",
-        end.stderr
-    );
-}
-
 /// What a launcher has open, ignores and blocks is its own affair; what its caller set is passed on.
 #[test]
 fn workers_start_with_a_clean_slate() {
-    let daemon = Daemon::start(Policy::default());
+    let daemon = Daemon::start();
     // What a program started here has open, but for the folder that it reads to say so.
     let open = r"$(ls -l /proc/self/fd | sed -n '/proc/!s/.* \([0-9]*\) -> .*/\1/p' | sort -n | tr '\n' ' ')";
     let hostile = format!(
@@ -145,7 +131,7 @@ fn workers_start_with_a_clean_slate() {
     );
     let launch = launch(&daemon).workers(2).sh(&script);
     let end = launch.start_through(&hostile).wait();
-    assert_eq!(end.code, 0, "{}", end.stderr);
+    end.expect_code(0);
     let passed_on = end
         .stdout
         .lines()

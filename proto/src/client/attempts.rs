@@ -1,21 +1,20 @@
 //! The pace of attempts to reach the daemon, and how a connection to it is set up.
 
+use std::num::NonZeroU16;
 use std::time::Duration;
 
 use tokio::time::Instant;
 use tonic::transport::{Channel, Endpoint};
 
-use super::connector::{Access, Connector, UNIX_PREFIX};
+use super::connector::{ATTEMPT_TIMEOUT, Access, Connector, UNIX_PREFIX};
 use super::error::{ClientError, Setback, root_cause};
 
 /// First pause between two attempts to reach the daemon; doubled each time.
-pub const BACKOFF_BASE: Duration = Duration::from_millis(20);
+const BACKOFF_BASE: Duration = Duration::from_millis(20);
 /// Longest pause between two attempts.
-pub const BACKOFF_CAP: Duration = Duration::from_secs(2);
+const BACKOFF_CAP: Duration = Duration::from_secs(2);
 /// Time before the deadline that the pauses leave to a last attempt; of a short time a quarter.
 const LAST_ATTEMPT: Duration = Duration::from_millis(250);
-/// Longest single attempt to open a connection.
-pub const ATTEMPT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Pings on an idle connection, so that a daemon that vanished without a word is noticed.
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(5);
 /// How long a ping may stay unanswered.
@@ -107,7 +106,7 @@ impl Target {
         if let Some(name) = endpoint.strip_prefix(UNIX_PREFIX) {
             return Ok(Self {
                 endpoint: with_patience(Endpoint::from_static("http://localhost")),
-                connector: Connector::unix(name),
+                connector: Connector::Unix(name.to_owned()),
             });
         }
         let bad = |cause: String| ClientError::BadEndpoint {
@@ -120,17 +119,12 @@ impl Target {
         if host.is_empty() {
             return Err(bad("the host is missing".into()));
         }
-        let not_a_port = || bad(format!("`{port}` is not a port"));
-        let port = port
-            .parse::<u16>()
-            .ok()
-            .filter(|port| *port > 0)
-            .ok_or_else(not_a_port)?;
+        let port: NonZeroU16 = port.parse().map_err(|_| bad(format!("`{port}` is not a port")))?;
         let uri = format!("http://{endpoint}");
         let parsed = Endpoint::from_shared(uri).map_err(|error| bad(root_cause(&error)))?;
         Ok(Self {
             endpoint: with_patience(parsed),
-            connector: Connector::tcp(host, port, access)?,
+            connector: Connector::tcp(host, port.get(), access)?,
         })
     }
 

@@ -5,6 +5,7 @@ use std::os::linux::net::SocketAddrExt as _;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
+use std::time::Duration;
 
 use hyper_util::rt::TokioIo;
 use rustls::pki_types::ServerName;
@@ -15,14 +16,15 @@ use tokio_rustls::client::TlsStream;
 use tonic::codegen::http::Uri;
 use tower_service::Service;
 
-use super::attempts::ATTEMPT_TIMEOUT;
 use crate::look_up::look_up;
-use crate::trust::tls::{self, HandshakeFailure, SERVER_NAME, TlsError};
+use crate::trust::tls::{self, SERVER_NAME, TlsError};
 use crate::trust::token::Token;
 
 /// What an endpoint begins with that is an abstract Unix socket of this machine: `unix:@NAME`.
 pub const UNIX_PREFIX: &str = "unix:@";
 
+/// Longest single attempt to open a connection.
+pub const ATTEMPT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Bytes that wait for more before they become a TLS record. HTTP/2 writes its preface and its settings apart.
 const SMALL_WRITES: usize = 256;
 
@@ -51,43 +53,33 @@ impl Access {
 
 /// Opens connections to one daemon.
 #[derive(Clone)]
-pub(super) struct Connector {
-    place: Place,
-    tls: Option<TlsConnector>,
-}
-
-#[derive(Clone)]
-enum Place {
-    Tcp { host: String, port: u16 },
+pub(super) enum Connector {
+    /// To a name or an address.
+    Tcp {
+        host: String,
+        port: u16,
+        tls: Option<TlsConnector>,
+    },
+    /// To an abstract socket.
     Unix(String),
 }
 
 impl Connector {
-    /// To a name or an address.
     pub(super) fn tcp(host: &str, port: u16, access: &Access) -> Result<Self, TlsError> {
-        let place = Place::Tcp {
+        let tls = access.token().map(tls::client_of_token).transpose()?;
+        Ok(Self::Tcp {
             host: host.to_owned(),
             port,
-        };
-        let tls = access.token().map(tls::client_of_token).transpose()?;
-        let tls = tls.map(|config| TlsConnector::from(Arc::new(config)));
-        Ok(Self { place, tls })
-    }
-
-    /// To an abstract socket.
-    pub(super) fn unix(name: &str) -> Self {
-        Self {
-            place: Place::Unix(name.to_owned()),
-            tls: None,
-        }
+            tls: tls.map(|config| TlsConnector::from(Arc::new(config))),
+        })
     }
 
     async fn open(self) -> Result<Connection, tonic::codegen::StdError> {
-        let stream = match self.place {
-            Place::Tcp { host, port } => open_tcp(&host, port).await?,
-            Place::Unix(name) => return Ok(Connection::Unix(open_unix(&name)?)),
+        let (stream, tls) = match self {
+            Self::Tcp { host, port, tls } => (open_tcp(&host, port).await?, tls),
+            Self::Unix(name) => return Ok(Connection::Unix(open_unix(&name)?)),
         };
-        let Some(tls) = self.tls else {
+        let Some(tls) = tls else {
             let is_first = true;
             return Ok(Connection::Tcp { stream, is_first });
         };
@@ -159,14 +151,6 @@ impl Service<Uri> for Connector {
         let connecting = self.clone().open();
         Box::pin(async move { connecting.await.map(TokioIo::new) })
     }
-}
-
-/// The failure of a handshake below an error, if that is what it was.
-pub(super) fn handshake_failure<'a>(
-    error: &'a (dyn std::error::Error + 'static),
-) -> Option<&'a HandshakeFailure> {
-    std::iter::successors(Some(error), |error| error.source())
-        .find_map(|error| error.downcast_ref::<HandshakeFailure>())
 }
 
 fn expects_tls() -> io::Error {

@@ -1,15 +1,14 @@
 //! What can go wrong between an agent and its daemon, in words and as exit codes.
 
+use std::error::Error;
 use std::time::Duration;
 
 use tonic::{Code, Status};
 
-use super::SEND_QUEUE;
-use super::connector::handshake_failure;
 use crate::exit;
 use crate::look_up::LookUpError;
 use crate::printable;
-use crate::trust::tls::TlsError;
+use crate::trust::tls::{HandshakeFailure, TlsError};
 
 /// Why the daemon could not be reached, or what it answered instead.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -71,12 +70,6 @@ pub enum ClientError {
         endpoint: String,
         /// What happened.
         cause: String,
-    },
-    /// The daemon takes no messages: [`SEND_QUEUE`] of them are waiting. Treat it as broken.
-    #[error("rendezvous daemon at `{endpoint}` accepts no messages: {SEND_QUEUE} are queued")]
-    Stalled {
-        /// Address of the daemon.
-        endpoint: String,
     },
     /// The generation that the call speaks of is over.
     #[error("{cause}")]
@@ -148,7 +141,7 @@ impl ClientError {
     pub const fn exit_code(&self) -> u8 {
         match self {
             Self::BadEndpoint { .. } | Self::Tls(_) => exit::USAGE,
-            Self::Unreachable { .. } | Self::Stranger { .. } | Self::Broken { .. } | Self::Stalled { .. } => {
+            Self::Unreachable { .. } | Self::Stranger { .. } | Self::Broken { .. } => {
                 exit::DAEMON_UNREACHABLE
             }
             Self::Untrusted { .. } => exit::REFUSED,
@@ -175,18 +168,20 @@ impl ClientError {
 
     /// True if a new stream may help ([`agent_stream`](super::Client::agent_stream) with a deadline).
     pub const fn is_broken(&self) -> bool {
-        matches!(self, Self::Broken { .. } | Self::Stalled { .. })
+        matches!(self, Self::Broken { .. })
     }
 }
 
-/// True if a read was answered with "no rank has written it yet".
-pub(super) fn is_not_written(status: &Status) -> bool {
-    status.code() == Code::DeadlineExceeded
+/// The answer to a read; `None` where it is that no rank has written the entry yet.
+pub(super) fn unless_unwritten<T>(answer: Result<T, Status>) -> Result<Option<T>, Status> {
+    match answer {
+        Err(status) if status.code() == Code::DeadlineExceeded => Ok(None),
+        answer => answer.map(Some),
+    }
 }
 
 /// True if the status was made on this side because the connection failed, or the daemon is going away.
 pub(super) fn is_transport(status: &Status) -> bool {
-    use std::error::Error as _;
     status.code() == Code::Unavailable
         || (status.source().is_some() && status.code() != Code::DeadlineExceeded)
 }
@@ -230,35 +225,39 @@ impl Setback {
 
     /// A stream was opened, and broke before the daemon said anything on it.
     pub(super) fn of_stream(error: &ClientError) -> Self {
-        Self {
-            cause: match error {
-                ClientError::Broken { cause, .. } | ClientError::Stranger { cause, .. } => cause.clone(),
-                other => other.to_string(),
-            },
-            hint: IS_IT_THERE,
-            is_distrust: false,
+        match error {
+            ClientError::Broken { cause, .. } | ClientError::Stranger { cause, .. } => Self::silence(cause),
+            other => Self::silence(&other.to_string()),
         }
     }
 
-    pub(super) fn of(error: &(dyn std::error::Error + 'static)) -> Self {
-        let failed = handshake_failure(error);
-        let hint = look_up_failure(error).map_or(IS_IT_THERE, |_| IS_IT_KNOWN);
+    pub(super) fn of(error: &(dyn Error + 'static)) -> Self {
+        let distrust = source_of::<HandshakeFailure>(error).and_then(|failure| failure.hint);
+        let hint = source_of::<LookUpError>(error).map_or(IS_IT_THERE, |_| IS_IT_KNOWN);
         Self {
             cause: root_cause(error),
-            hint: failed.and_then(|failure| failure.hint).unwrap_or(hint),
-            is_distrust: failed.is_some_and(|failure| failure.is_final),
+            hint: distrust.unwrap_or(hint),
+            is_distrust: distrust.is_some(),
+        }
+    }
+
+    /// The error for a daemon that is not the right one.
+    pub(super) fn untrusted(self, endpoint: &str) -> ClientError {
+        ClientError::Untrusted {
+            endpoint: endpoint.to_owned(),
+            cause: self.cause,
+            hint: self.hint,
         }
     }
 }
 
-/// The failed look-up below an error, if that is what it was.
-pub(super) fn look_up_failure<'a>(error: &'a (dyn std::error::Error + 'static)) -> Option<&'a LookUpError> {
-    let mut layers = std::iter::successors(Some(error), |error| error.source());
-    layers.find_map(|error| error.downcast_ref())
+/// The error of this type that is below another one.
+pub(super) fn source_of<'a, T: Error + 'static>(error: &'a (dyn Error + 'static)) -> Option<&'a T> {
+    std::iter::successors(Some(error), |&error| error.source()).find_map(|error| error.downcast_ref())
 }
 
 /// The innermost words of an error: the layers around it only say "transport error".
-pub(super) fn root_cause(error: &(dyn std::error::Error + 'static)) -> String {
+pub(super) fn root_cause(error: &(dyn Error + 'static)) -> String {
     let mut error = error;
     while let Some(source) = error.source() {
         error = source;

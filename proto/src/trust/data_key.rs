@@ -47,21 +47,10 @@ impl<'de> Deserialize<'de> for DataKey {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let digits = String::deserialize(deserializer)?;
         // The error must not repeat the digits.
-        parse(&digits).ok_or_else(|| D::Error::custom("a data key is 64 hexadecimal digits"))
+        let bytes = blake3::Hash::from_hex(digits)
+            .map_err(|_| D::Error::custom("a data key is 64 hexadecimal digits"))?;
+        Ok(Self(bytes.into()))
     }
-}
-
-fn parse(digits: &str) -> Option<DataKey> {
-    let digits = digits.as_bytes();
-    if digits.len() != 2 * DATA_KEY_BYTES {
-        return None;
-    }
-    let digit = |byte: u8| char::from(byte).to_digit(16);
-    let mut key = [0; DATA_KEY_BYTES];
-    for (byte, pair) in key.iter_mut().zip(digits.chunks(2)) {
-        *byte = (digit(pair[0])? << 4 | digit(pair[1])?) as u8;
-    }
-    Some(DataKey(key))
 }
 
 #[cfg(test)]

@@ -28,25 +28,19 @@ fn provider() -> Arc<CryptoProvider> {
 
 /// The side of an agent.
 pub fn client_of_token(token: &Token) -> Result<ClientConfig, TlsError> {
-    Ok(for_agents(raw_key::client(token, provider())?))
+    let mut config = raw_key::client(token, provider())?;
+    config.alpn_protocols = vec![ALPN.to_vec()];
+    config.resumption = Resumption::disabled();
+    Ok(config)
 }
 
 /// The side of a daemon.
 pub fn server_of_token(token: &Token) -> Result<ServerConfig, TlsError> {
-    Ok(for_daemons(raw_key::server(token, provider())?))
-}
-
-fn for_agents(mut config: ClientConfig) -> ClientConfig {
-    config.alpn_protocols = vec![ALPN.to_vec()];
-    config.resumption = Resumption::disabled();
-    config
-}
-
-fn for_daemons(mut config: ServerConfig) -> ServerConfig {
+    let mut config = raw_key::server(token, provider())?;
     config.alpn_protocols = vec![ALPN.to_vec()];
     // Connections are few and long: nothing is resumed, and so nothing of an earlier one can be sent again.
     config.send_tls13_tickets = 0;
-    config
+    Ok(config)
 }
 
 /// Explains a failed handshake, for people on the side of the caller.
@@ -77,11 +71,7 @@ pub(crate) fn words_of(error: &io::Error) -> HandshakeFailure {
         ),
         _ => (None, format!("the TLS handshake failed: {error}")),
     };
-    HandshakeFailure {
-        is_final: hint.is_some(),
-        hint,
-        cause,
-    }
+    HandshakeFailure { hint, cause }
 }
 
 /// Why a server may not want TLS.
@@ -98,10 +88,8 @@ const SAME_TOKEN: &str = "give all nodes of the job the same token: copy `~/.con
 #[derive(Clone, Debug, thiserror::Error)]
 #[error("{cause}")]
 pub(crate) struct HandshakeFailure {
-    /// What to do.
+    /// What to do where the server has shown that this side cannot trust it: trying again does not help.
     pub(crate) hint: Option<&'static str>,
-    /// The server has shown that this side cannot trust it: trying again does not help.
-    pub(crate) is_final: bool,
     pub(crate) cause: String,
 }
 
@@ -135,7 +123,6 @@ mod tests {
             words.ends_with("it has a different token, or is no rendezvous"),
             "{words}"
         );
-        assert!(failure.is_final);
         let hint = failure.hint.unwrap_or_default();
         assert!(
             hint.starts_with("give all nodes of the job the same token"),
@@ -148,12 +135,13 @@ mod tests {
         far.unwrap_err();
         // Without any key.
         let roots = rustls::RootCertStore::empty();
-        let strange = ClientConfig::builder_with_provider(provider())
+        let mut strange = ClientConfig::builder_with_provider(provider())
             .with_protocol_versions(&[&rustls::version::TLS13])
             .unwrap()
             .with_root_certificates(roots)
             .with_no_client_auth();
-        let (near, far) = meet(for_agents(strange), server()).await;
+        strange.alpn_protocols = vec![ALPN.to_vec()];
+        let (near, far) = meet(strange, server()).await;
         near.unwrap_err();
         far.unwrap_err();
     }

@@ -7,8 +7,8 @@ use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{CommandFactory, FromArgMatches, Parser};
 use clap_complete::Shell;
 
-use super::settings::{NAMES, Settings, nearest};
 use super::target::TargetKind;
+use crate::cli::settings::{NAMES, Settings, nearest};
 use crate::cli::values;
 
 /// Launch distributed training and restart it after failures.
@@ -22,13 +22,13 @@ use crate::cli::values;
 #[command(name = "ddp-run", version, max_term_width = 100, after_help = EXAMPLES, after_long_help = EXIT_CODES, infer_long_args = true, args_override_self = true)]
 pub struct Args {
     #[command(flatten)]
-    settings: Settings,
+    pub(super) settings: Settings,
 
     /// Show what would be started, without starting it
     ///
     /// Also shows where each value comes from.
     #[arg(long, alias = "dry_run")]
-    dry_run: bool,
+    pub dry_run: bool,
 
     /// Print completions for a shell (bash, zsh, fish, elvish, powershell); no other flags allowed
     #[arg(
@@ -44,13 +44,21 @@ pub struct Args {
     ///
     /// May be repeated.
     #[arg(long = "set", value_name = "KEY=VALUE", value_parser = values::assignment)]
-    overrides: Vec<String>,
+    pub overrides: Vec<String>,
 
     /// A `.yaml`, a `.py` or any program, and its arguments
     ///
     /// After a `.yaml`, flags of ddp-run may follow.
     #[arg(value_name = "TARGET", required = true, num_args = 1.., trailing_var_arg = true)]
     command: Vec<OsString>,
+
+    /// The target: the first of `command`.
+    #[arg(skip)]
+    pub target: OsString,
+
+    /// What belongs to the target.
+    #[arg(skip)]
+    pub target_args: Vec<OsString>,
 }
 
 /// Ends `-h`, which has the flags that most launches need.
@@ -84,21 +92,6 @@ const FLAGS_OF_OTHERS: [(&str, &str); 11] = [
     ("--num-workers", "--nproc-per-node"),
 ];
 
-/// What stage two works on.
-#[derive(Debug)]
-pub struct ParsedArgs {
-    /// The uppermost layer of settings.
-    pub settings: Settings,
-    /// `--dry-run`
-    pub dry_run: bool,
-    /// `--set`, in order, each of the form `key=value`.
-    pub overrides: Vec<String>,
-    /// The target.
-    pub target: OsString,
-    /// What belongs to the target.
-    pub target_args: Vec<OsString>,
-}
-
 /// The shell of `ddp-run --completions SHELL`, which needs no target.
 pub fn completions(argv: &[OsString]) -> Option<Shell> {
     let first = argv.get(1)?.to_str()?;
@@ -115,7 +108,7 @@ pub fn completions(argv: &[OsString]) -> Option<Shell> {
 }
 
 /// Parses a command line, `argv[0]` included. The error is clap's: it prints itself and knows its exit code.
-pub fn parse(argv: impl IntoIterator<Item = OsString>) -> Result<ParsedArgs, clap::Error> {
+pub fn parse(argv: impl IntoIterator<Item = OsString>) -> Result<Args, clap::Error> {
     let argv: Vec<OsString> = argv.into_iter().collect();
     let mut parsed = read(command(), &argv)?;
     let place = argv.len() - parsed.target_args.len() - 1;
@@ -138,7 +131,7 @@ pub fn parse(argv: impl IntoIterator<Item = OsString>) -> Result<ParsedArgs, cla
     let reread = read(command().mut_arg("command", |arg| arg.required(false)), &flags);
     let reread = reread.map_err(with_set)?;
     let strays = std::iter::once(reread.target).chain(reread.target_args);
-    Ok(ParsedArgs {
+    Ok(Args {
         target: parsed.target,
         target_args: strays.filter(|word| !word.is_empty()).collect(),
         ..reread
@@ -159,19 +152,15 @@ pub fn command() -> clap::Command {
     })
 }
 
-fn read(command: clap::Command, argv: &[OsString]) -> Result<ParsedArgs, clap::Error> {
+fn read(command: clap::Command, argv: &[OsString]) -> Result<Args, clap::Error> {
     let line = command.try_get_matches_from(argv);
     let line = line.map_err(|error| with_our_flag(with_two_dashes(error, argv)))?;
     let mut args = Args::from_arg_matches(&line)?;
     args.settings.keep_words(&line);
-    let mut words = args.command.into_iter();
-    Ok(ParsedArgs {
-        settings: args.settings,
-        dry_run: args.dry_run,
-        overrides: args.overrides,
-        target: words.next().unwrap_or_default(),
-        target_args: words.collect(),
-    })
+    let mut words = std::mem::take(&mut args.command).into_iter();
+    args.target = words.next().unwrap_or_default();
+    args.target_args = words.collect();
+    Ok(args)
 }
 
 /// Names a long flag that was typed with one dash: the parser takes it for short ones.
@@ -251,7 +240,7 @@ mod tests {
     use super::*;
     use crate::cli::values::ProcCount;
 
-    fn parse_words(words: &[&str]) -> Result<ParsedArgs, String> {
+    fn parse_words(words: &[&str]) -> Result<Args, String> {
         let argv = std::iter::once("ddp-run")
             .chain(words.iter().copied())
             .map(OsString::from);

@@ -6,15 +6,15 @@ use std::fmt::Write as _;
 use std::net::IpAddr;
 use std::time::Duration;
 
-use ddp_launcher::{CoreSet, LaunchPlan, NodeRange, SpawnError, Variable, WorkerCommand, parent_of_workers};
+use ddp_launcher::{CoreSet, LaunchPlan, SpawnError, Variable, WorkerCommand, parent_of_workers};
 use ddp_proto::ids::NodeRank;
 use ddp_proto::words::{counted, quoted};
 
 use super::agreement::{shown_value, shown_words};
 use super::host::{HostFacts, HostRole, host_role, is_own_address};
-use super::layers::{Given, Source};
-use super::plan::Launch;
-use super::settings::DECIDED;
+use super::layers::Given;
+use super::plan::{Launch, range};
+use crate::cli::settings::DECIDED;
 
 /// Columns of values, at least and at most; a source follows a longer value at once.
 const VALUE_WIDTH: std::ops::RangeInclusive<usize> = 32..=48;
@@ -43,7 +43,7 @@ pub fn describe(launch: &Launch, missing: Option<&SpawnError>) -> String {
         .unwrap_or_default()
         .clamp(*VALUE_WIDTH.start(), *VALUE_WIDTH.end());
     for (name, value) in rows {
-        let source = source_of(name, launch).unwrap_or(&Source::Default);
+        let source = source_of(name, launch).unwrap_or("default");
         let _ = writeln!(text, "  {name:<18} {value:<width$}  {source}");
     }
     let group = match parent_of_workers() {
@@ -87,17 +87,9 @@ pub fn describe(launch: &Launch, missing: Option<&SpawnError>) -> String {
 }
 
 /// Where a setting comes from that was given.
-fn source_of<'a>(name: &str, launch: &'a Launch) -> Option<&'a Source> {
+fn source_of<'a>(name: &str, launch: &'a Launch) -> Option<&'a str> {
     let given = launch.given.iter().find(|given| given.name == name);
-    given.map(|given| &given.source)
-}
-
-pub(super) fn range(nodes: NodeRange) -> String {
-    if nodes.min == nodes.max {
-        nodes.max.to_string()
-    } else {
-        format!("{} to {}", nodes.min, nodes.max)
-    }
+    given.map(|given| given.source.as_str())
 }
 
 /// Settings that every job has, as they are decided, and those that were given.

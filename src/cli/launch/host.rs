@@ -1,10 +1,10 @@
 //! Which node hosts the rendezvous daemon.
 //!
-//! One node hosts its own on an abstract Unix socket, which no other user can use. Of several nodes, the host is the one that `is_host` names, else
-//! node rank 0, else the node to which the endpoint's address belongs. Node rank 0 is a client too if the endpoint is
-//! an address that it lacks. Where the port is taken already,
-//! a health check tells a daemon, whose client this node then becomes, from a stranger; and a daemon inside another
-//! job's `ddp-run`, which ends with that job, is a stranger too.
+//! A single node hosts its own on an abstract Unix socket, which no other user can use. Of several nodes, the host is the
+//! one that `is_host` names, else node rank 0, else the node to which the endpoint's address belongs. Node rank 0 is a
+//! client too if it lacks the endpoint's address. Where the port is taken already, a health check tells a daemon, whose
+//! client this node then becomes, from another program. A daemon inside another job's `ddp-run` ends with that job, and
+//! counts as another program.
 //!
 //! On a TCP port, both sides prove that they have the token of the job. The host makes it if it is missing.
 
@@ -39,7 +39,7 @@ pub(in crate::cli) const RESOLVE_TIMEOUT: Duration = Duration::from_secs(10);
 /// Name of the service whose health tells our daemon from another gRPC server.
 const SERVICE: &str = "ddp.rendezvous.v1.Rendezvous";
 
-/// What nodes of several prove to each other.
+/// How the nodes of a job authenticate each other.
 #[derive(Clone, Debug)]
 pub enum Protection {
     /// Nothing: `--insecure`.
@@ -209,19 +209,18 @@ pub async fn resolve_host(facts: &HostFacts) -> Result<Hosting, CliError> {
         }
     }
     match last_error {
-        // The address belongs to another machine: its daemon is there, or will be.
-        Some(error) if error.kind() == ErrorKind::AddrNotAvailable && facts.is_host.is_none() => {
-            join(facts, endpoint).await
+        Some(source) if source.kind() != ErrorKind::AddrNotAvailable || facts.is_host.is_some() => {
+            Err(CliError::Host {
+                endpoint: endpoint.to_string(),
+                hint: match source.kind() {
+                    ErrorKind::PermissionDenied => "ports below 1024 need privileges: choose a higher port",
+                    _ => "give the address at which the other nodes reach this one",
+                },
+                source,
+            })
         }
-        None => join(facts, endpoint).await,
-        Some(source) => Err(CliError::Host {
-            endpoint: endpoint.to_string(),
-            hint: match source.kind() {
-                ErrorKind::PermissionDenied => "ports below 1024 need privileges: choose a higher port",
-                _ => "give the address at which the other nodes reach this one",
-            },
-            source,
-        }),
+        // The address belongs to another machine: its daemon is there, or will be.
+        _ => join(facts, endpoint).await,
     }
 }
 
@@ -255,10 +254,8 @@ fn asked_at(endpoint: &Endpoint, addresses: &[IpAddr]) -> SocketAddr {
 
 fn alone() -> Result<Hosting, CliError> {
     let name = format!("ddp-run-{:032x}", rand::random::<u128>());
-    let listener = rendezvous::listen_locally(&name).map_err(|source| CliError::Machine {
-        what: "cannot listen on an abstract Unix socket",
-        source,
-    })?;
+    let listener = rendezvous::listen_locally(&name)
+        .map_err(CliError::machine("cannot listen on an abstract Unix socket"))?;
     Ok(Hosting {
         endpoint: format!("{UNIX_PREFIX}{name}"),
         access: Access::Open,
@@ -300,7 +297,7 @@ pub(super) fn is_own_address(address: IpAddr) -> bool {
     std::net::UdpSocket::bind((address, 0)).is_ok()
 }
 
-/// Whom one of our daemons serves.
+/// Which jobs a daemon serves.
 enum Owner {
     /// This job too.
     Anybody,
@@ -327,37 +324,27 @@ async fn who_serves(facts: &HostFacts, endpoint: &Endpoint, addresses: &[IpAddr]
     };
     // A connection is given up after as long, with fewer words.
     let patience = HEALTH_TIMEOUT.saturating_sub(Duration::from_millis(100));
-    match tokio::time::timeout(patience, ask(address, &access, facts.job_id.clone())).await {
-        Ok(Ok(owner)) => Ok(owner),
-        Ok(Err(Problem::Distrust(words))) => Err(CliError::Untrusted(words)),
-        Ok(Err(Problem::Other(problem))) => Err(taken(problem)),
-        Err(_) => Err(taken(format!(
+    let asking = ask(address, &access, facts.job_id.clone(), &taken);
+    tokio::time::timeout(patience, asking).await.unwrap_or_else(|_| {
+        Err(taken(format!(
             "it did not answer within {} s",
             HEALTH_TIMEOUT.as_secs()
-        ))),
-    }
+        )))
+    })
 }
 
-/// Why a server is not asked any further.
-enum Problem {
-    /// It is a daemon with another token.
-    Distrust(String),
-    /// It is none of ours.
-    Other(String),
-}
-
-impl From<&str> for Problem {
-    fn from(words: &str) -> Self {
-        Self::Other(words.to_owned())
-    }
-}
-
-async fn ask(address: SocketAddr, access: &Access, job_id: String) -> Result<Owner, Problem> {
+/// `taken` makes the error for a server that is no daemon of ours, from what gave it away.
+async fn ask(
+    address: SocketAddr,
+    access: &Access,
+    job_id: String,
+    taken: &impl Fn(String) -> CliError,
+) -> Result<Owner, CliError> {
     let opened = open_channel(&address.to_string(), access).await;
     let channel = opened.map_err(|error| match error {
-        ClientError::Untrusted { .. } => Problem::Distrust(error.to_string()),
-        _ if matches!(access, Access::Open) => "it does not speak gRPC".into(),
-        _ => "it does not speak TLS as a rendezvous does".into(),
+        ClientError::Untrusted { .. } => CliError::Client(error),
+        _ if matches!(access, Access::Open) => taken("it does not speak gRPC".into()),
+        _ => taken("it does not speak TLS as a rendezvous does".into()),
     })?;
     let request = HealthCheckRequest {
         service: SERVICE.to_owned(),
@@ -365,12 +352,12 @@ async fn ask(address: SocketAddr, access: &Access, job_id: String) -> Result<Own
     let health = match HealthClient::new(channel.clone()).check(request).await {
         Ok(reply) => reply.into_inner().status(),
         Err(status) if status.code() == tonic::Code::NotFound => {
-            return Err("it is a different gRPC server".into());
+            return Err(taken("it is a different gRPC server".into()));
         }
-        Err(_) => return Err("it does not answer gRPC health checks".into()),
+        Err(_) => return Err(taken("it does not answer gRPC health checks".into())),
     };
     if health != ServingStatus::Serving {
-        return Err(Problem::Other(format!("its health is {health:?}")));
+        return Err(taken(format!("its health is {health:?}")));
     }
     match RendezvousClient::new(channel)
         .status(StatusRequest { job_id })

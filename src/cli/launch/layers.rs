@@ -1,45 +1,17 @@
 //! The layers of settings laid upon each other, and what must hold between settings.
 
-use std::fmt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use ddp_launcher::NodeRange;
 
-use super::args::ParsedArgs;
+use super::args::Args;
 use super::scheduler;
-use super::settings::{Settings, variable};
 use super::target::{Target, TargetKind, in_path};
 use crate::cli::error::CliError;
 use crate::cli::native::Validated;
+use crate::cli::settings::{Settings, variable};
 use crate::cli::train;
 use crate::cli::values::{self, Endpoint};
-
-/// Where the value of a setting comes from.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Source {
-    /// A flag.
-    CommandLine,
-    /// `PET_<NAME>`
-    Variable(String),
-    /// The `launch` section of the target.
-    Yaml(PathBuf),
-    /// A variable of Slurm's or Kubernetes'.
-    Scheduler(&'static str),
-    /// No setting said anything.
-    Default,
-}
-
-impl fmt::Display for Source {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::CommandLine => f.write_str("command line"),
-            Self::Variable(name) => f.write_str(name),
-            Self::Yaml(file) => write!(f, "`launch` of {}", file.display()),
-            Self::Scheduler(variable) => f.write_str(variable),
-            Self::Default => f.write_str("default"),
-        }
-    }
-}
 
 /// A setting that was given.
 #[derive(Clone, Debug)]
@@ -48,13 +20,13 @@ pub struct Given {
     pub name: &'static str,
     /// Its value in the words of the source.
     pub words: String,
-    /// Where it comes from.
-    pub source: Source,
+    /// Where it comes from, such as `command line`, the name of a variable or a file.
+    pub source: String,
 }
 
 /// What the target is: its name says, unless `--module` or `--no-python` does. A folder with a `__main__.py` is a
 /// script to Python.
-pub fn kind(args: &ParsedArgs, variables: &Settings) -> Result<TargetKind, CliError> {
+pub fn kind(args: &Args, variables: &Settings) -> Result<TargetKind, CliError> {
     let asked = |flag: Option<bool>, variable: Option<bool>| flag.or(variable).unwrap_or(false);
     let module = asked(args.settings.module, variables.module);
     let no_python = asked(args.settings.no_python, variables.no_python);
@@ -79,7 +51,7 @@ pub fn layers(
     get_env: &impl Fn(&str) -> Option<String>,
 ) -> Result<(Settings, Vec<Given>), CliError> {
     let mut given = Vec::<Given>::new();
-    let mut note = |layer: &Settings, source: &dyn Fn(&str) -> Source| {
+    let mut note = |layer: &Settings, source: &dyn Fn(&str) -> String| {
         for name in layer.given() {
             if given.iter().all(|known| known.name != name) {
                 given.push(Given {
@@ -91,22 +63,22 @@ pub fn layers(
         }
     };
     let mut settings = below(&Settings::default(), typed);
-    note(&settings, &|_| Source::CommandLine);
+    note(&settings, &|_| "command line".to_owned());
     let layer = below(&settings, variables);
     note(&layer, &|name| {
-        Source::Variable(variable(name, get_env).map_or_else(String::new, |(variable, _)| variable))
+        variable(name, get_env).map_or_else(String::new, |(variable, _)| variable)
     });
     settings = settings.or(layer);
     if let Some(text) = &target.yaml {
         let file = Path::new(&target.name);
         let layer = below(&settings, Settings::from_yaml(file, text)?);
-        note(&layer, &|_| Source::Yaml(file.to_owned()));
+        note(&layer, &|_| format!("`launch` of {}", file.display()));
         settings = settings.or(layer);
     }
     let resumes_by_id = config.is_some_and(Validated::resumes_by_id);
     let layer = scheduler::layer(&settings, resumes_by_id, get_env)?;
     note(&layer.settings, &|name| {
-        Source::Scheduler(layer.variable(name).unwrap_or("batch system"))
+        layer.variable(name).unwrap_or("batch system").to_owned()
     });
     if let Some(words) = &layer.unused {
         eprintln!("[ddp-run] {words}");
@@ -203,10 +175,7 @@ pub fn check_target(
             hint: format!("`ddp-train {name}`"),
         });
     }
-    if target.kind != TargetKind::Native {
-        return Ok(());
-    }
-    if settings.virtual_local_rank == Some(true) {
+    if target.kind == TargetKind::Native && settings.virtual_local_rank == Some(true) {
         return Err(CliError::Conflict {
             problem:
                 "`--virtual-local-rank` needs a program: the native worker chooses its GPU by its local rank"
@@ -220,16 +189,13 @@ pub fn check_target(
 /// `--standalone` beats what the layers below it say of several nodes, but a command line that asks for
 /// both is a mistake.
 pub fn refuse_standalone_with_nodes(typed: &Settings) -> Result<(), CliError> {
-    let Some(other) = asks_for_others(typed) else {
-        return Ok(());
-    };
-    if typed.standalone != Some(true) {
-        return Ok(());
+    match asks_for_others(typed) {
+        Some(other) if typed.standalone == Some(true) => Err(CliError::Conflict {
+            problem: format!("`--standalone` means one node with a private rendezvous, but {other}"),
+            hint: "omit one of the two flags".to_owned(),
+        }),
+        _ => Ok(()),
     }
-    Err(CliError::Conflict {
-        problem: format!("`--standalone` means one node with a private rendezvous, but {other}"),
-        hint: "omit one of the two flags".to_owned(),
-    })
 }
 
 /// Several nodes need a place to meet, and their ranks must be below their number.

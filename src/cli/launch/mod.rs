@@ -3,8 +3,7 @@
 //! | module | what it does | what it must not do |
 //! |---|---|---|
 //! | [`args`] | stage one: the flags as typed, each value checked alone | any I/O |
-//! | [`streams`] | parsers of signals, words and streams | any I/O |
-//! | [`settings`], [`scheduler`] | layers: command line, `PET_*`, the YAML's `launch` section, the batch system | know defaults |
+//! | [`scheduler`] | the lowest layer of settings: the batch system | know defaults |
 //! | [`layers`], [`plan`] | stage two: layers and defaults become a [`Launch`] | bind or connect |
 //! | [`output`] | what becomes of the workers' output: console, files, the terminal | |
 //! | [`target`] | kinds of target, and their command | |
@@ -20,8 +19,6 @@ pub mod layers;
 pub mod output;
 pub mod plan;
 pub mod scheduler;
-pub mod settings;
-pub mod streams;
 pub mod target;
 
 use std::ffi::OsString;
@@ -38,9 +35,9 @@ use crate::cli::answer::{OWN_PREFIX, print_own, print_own_error};
 use crate::cli::error::CliError;
 use crate::cli::machine::hardware::{self, GPU_PROBE_SUBCOMMAND};
 use crate::cli::machine::limits;
-use crate::cli::{answer, init_launcher_tracing, native};
+use crate::cli::{answer, event_loop, init_launcher_tracing, native};
 use crate::rendezvous::{self, Monitoring};
-use args::ParsedArgs;
+use args::Args;
 use host::{HostFacts, OwnDaemon};
 use plan::Launch;
 use target::{SelfExe, WORKER_SUBCOMMAND};
@@ -78,40 +75,25 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
         return fail(&error);
     }
     // As early as possible: whatever this process maps before, the guardian holds too.
-    let guardian = match Guardian::fork() {
+    let forked = Guardian::fork().map_err(CliError::machine("cannot fork the guardian of the workers"));
+    let guardian = match forked {
         Ok(guardian) => guardian,
-        Err(source) => {
-            return fail(&CliError::Machine {
-                what: "cannot fork the guardian of the workers",
-                source,
-            });
-        }
+        Err(error) => return fail(&error),
     };
     init_launcher_tracing(LAUNCHER_EVENTS);
-    match prepare(args) {
-        Ok(prepared) => run(prepared, guardian),
-        Err(error) => {
-            dismiss(guardian);
-            fail(&error)
-        }
-    }
+    run(args, guardian)
 }
 
 /// `--dry-run`, with the exit code of a launch whose workers cannot be started.
-fn show(args: ParsedArgs) -> ExitCode {
-    let exe = match SelfExe::open() {
-        Ok(exe) => exe,
-        Err(error) => return fail(&error),
-    };
-    // Whether the workers' program is there is looked at while it is open.
-    match plan::resolve(args, |name| std::env::var(name).ok(), &exe) {
-        Ok(launch) => {
-            let missing = ddp_launcher::missing_program(&launch.plan);
-            let given = answer::give(dry_run::describe(&launch, missing.as_ref()) + "\n");
-            missing.map_or(given, |error| ExitCode::from(error.exit_code()))
-        }
-        Err(error) => fail(&error),
-    }
+fn show(args: Args) -> ExitCode {
+    let shown = SelfExe::open().and_then(|exe| {
+        let launch = plan::resolve(args, |name| std::env::var(name).ok(), &exe)?;
+        // Whether the workers' program is there is looked at while `exe` is open.
+        let missing = ddp_launcher::missing_program(&launch.plan);
+        let given = answer::give(dry_run::describe(&launch, missing.as_ref()) + "\n");
+        Ok(missing.map_or(given, |error| ExitCode::from(error.exit_code())))
+    });
+    shown.unwrap_or_else(|error| fail(&error))
 }
 
 fn fail(error: &CliError) -> ExitCode {
@@ -126,60 +108,29 @@ fn dismiss(guardian: Guardian) {
     }
 }
 
-/// Everything that the agent needs, held together for as long as it runs.
-struct Prepared {
-    launch: Launch,
-    /// Soft limit of the workers' open files, where the launcher raised its own.
-    open_files: Option<u64>,
-    runtime: tokio::runtime::Runtime,
-    /// Workers of later generations are started from it.
-    exe: SelfExe,
-}
-
-fn prepare(args: ParsedArgs) -> Result<Prepared, CliError> {
-    let exe = SelfExe::open()?;
-    let launch = plan::resolve(args, |name| std::env::var(name).ok(), &exe)?;
-    let open_files = limits::raise_open_files(&launch.plan)?;
-    // One thread: the agent waits for events, and the launcher stays small.
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .build()
-        .map_err(|source| CliError::Machine {
-            what: "cannot start the event loop",
-            source,
-        })?;
-    Ok(Prepared {
-        launch,
-        open_files,
-        runtime,
-        exe,
-    })
-}
-
-fn run(prepared: Prepared, guardian: Guardian) -> ExitCode {
-    let Prepared {
-        launch,
-        open_files,
-        runtime,
-        exe,
-    } = prepared;
-    let code = runtime.block_on(async {
-        match bind(launch, open_files, guardian.launcher_id()).await {
-            Ok((plan, daemon)) => {
-                let outcome = ddp_launcher::run(plan, guardian).await;
-                if let Some(daemon) = daemon {
-                    daemon.finish().await;
-                }
-                ExitCode::from(outcome.exit_code)
-            }
-            Err(error) => {
-                dismiss(guardian);
-                fail(&error)
-            }
-        }
+fn run(args: Args, guardian: Guardian) -> ExitCode {
+    let launched = SelfExe::open().and_then(|exe| {
+        let launch = plan::resolve(args, |name| std::env::var(name).ok(), &exe)?;
+        let open_files = limits::raise_open_files(&launch.plan)?;
+        let runtime = event_loop()?;
+        let (plan, daemon) = runtime.block_on(bind(launch, open_files, guardian.launcher_id()))?;
+        // Workers of later generations are started from `exe`.
+        Ok((exe, runtime, plan, daemon))
     });
-    drop(exe);
-    code
+    let (_exe, runtime, plan, daemon) = match launched {
+        Ok(launched) => launched,
+        Err(error) => {
+            dismiss(guardian);
+            return fail(&error);
+        }
+    };
+    runtime.block_on(async {
+        let outcome = ddp_launcher::run(plan, guardian).await;
+        if let Some(daemon) = daemon {
+            daemon.finish().await;
+        }
+        ExitCode::from(outcome.exit_code)
+    })
 }
 
 /// Finds the daemon, or starts it in this process.
@@ -259,7 +210,7 @@ impl Daemon {
                 // A dropped sender means the same.
                 let _ = stopped.await;
             };
-            if let Err(error) = rendezvous::serve_with(listener, config, None, monitoring, shutdown).await {
+            if let Err(error) = rendezvous::serve(listener, config, None, monitoring, shutdown).await {
                 tracing::error!(%error, "the embedded rendezvous ended");
             }
         });

@@ -7,10 +7,10 @@ use std::path::PathBuf;
 use ddp_launcher::{OutputPlan, SignalPlan};
 use nix::sys::signal::Signal;
 
-use super::settings::Settings;
-use super::streams::{OutputStyle, Words};
 use crate::cli::answer::OWN_PREFIX;
 use crate::cli::error::CliError;
+use crate::cli::settings::Settings;
+use crate::cli::streams::{OutputStyle, Words};
 
 /// The output of this node's `workers`; `alone`: the job has no other node.
 pub fn output_plan(settings: &Settings, alone: bool, workers: u32) -> Result<OutputPlan, CliError> {
@@ -77,18 +77,13 @@ pub fn log_dir(
 /// A directory for log files that were asked for without a place.
 #[derive(Clone, Copy, Debug)]
 pub struct NewLogs<'a> {
-    /// Is part of its name.
+    /// Job name, a part of the directory's name.
     pub job: &'a str,
     /// It is only named, and not made.
     pub dry_run: bool,
 }
 
-impl<'a> NewLogs<'a> {
-    /// For the job of this name.
-    pub fn of(job: &'a str, dry_run: bool) -> Self {
-        Self { job, dry_run }
-    }
-
+impl NewLogs<'_> {
     /// As torchrun. It is new and only this user may read it, whatever other users of the machine have put beside it.
     fn directory(self) -> Result<PathBuf, CliError> {
         let parent = absolute(std::env::temp_dir())?;
@@ -107,10 +102,7 @@ impl<'a> NewLogs<'a> {
 
 /// A worker that changes its directory still has to find its error file.
 fn absolute(path: PathBuf) -> Result<PathBuf, CliError> {
-    std::path::absolute(path).map_err(|source| CliError::Machine {
-        what: "cannot determine the directory for log files",
-        source,
-    })
+    std::path::absolute(path).map_err(CliError::machine("cannot determine the directory for log files"))
 }
 
 /// Gives a worker that is alone the terminal, as torchrun does, if input and all output are one and nothing is asked of

@@ -12,20 +12,19 @@ use ddp_proto::ids::NodeRank;
 use ddp_proto::utc;
 use ddp_proto::words::counted;
 
-use super::args::ParsedArgs;
-use super::dry_run::range;
+use super::args::Args;
 use super::host::{HostFacts, Protection};
 use super::layers::{Given, check_nodes, check_target, kind, layers, refuse_standalone_with_nodes};
 use super::output::{NewLogs, hand_over_terminal, log_dir, output_plan};
-use super::settings::Settings;
-use super::streams::Signals;
 use super::target::{SelfExe, Target, TargetKind, python};
 use crate::cli::error::CliError;
 use crate::cli::machine::hardware::{Hardware, NoGpus, machine_cores, usable_cores};
 use crate::cli::machine::numa::bind;
 use crate::cli::machine::topology::Topology;
 use crate::cli::native::{self, Backend, Validated};
-use crate::cli::values::{EventLog, ProcCount, RdzvConf};
+use crate::cli::settings::Settings;
+use crate::cli::streams::Signals;
+use crate::cli::values::{ProcCount, RdzvConf};
 use crate::rendezvous::DEFAULT_JOB_ID;
 
 /// How long to wait for the other nodes, as torchrun.
@@ -59,12 +58,14 @@ pub struct Launch {
 type Merged = (Target, Option<Validated>, Settings, Vec<Given>);
 
 /// The target, and what all layers ask for.
-fn merge(args: ParsedArgs, get_env: &impl Fn(&str) -> Option<String>) -> Result<Merged, CliError> {
+fn merge(args: Args, get_env: &impl Fn(&str) -> Option<String>) -> Result<Merged, CliError> {
     refuse_standalone_with_nodes(&args.settings)?;
     let variables = Settings::from_env(get_env)?;
     let kind = kind(&args, &variables)?;
     let target = Target::read(kind, args.target, args.target_args, args.overrides)?;
-    let validated = validate(&target)?;
+    let is_native = target.kind == TargetKind::Native;
+    let validated = is_native.then(|| native::validate(Path::new(&target.name), &target.overrides));
+    let validated = validated.transpose()?;
     let (settings, given) = layers(args.settings, variables, &target, validated.as_ref(), get_env)?;
     check_nodes(nodes(&settings), &settings)?;
     check_target(&target, &settings, get_env)?;
@@ -81,9 +82,18 @@ fn nodes(settings: &Settings) -> NodeRange {
     settings.nnodes.unwrap_or(NodeRange { min: 1, max: 1 })
 }
 
+/// `4`, or `1 to 4`.
+pub(super) fn range(nodes: NodeRange) -> String {
+    if nodes.min == nodes.max {
+        nodes.max.to_string()
+    } else {
+        format!("{} to {}", nodes.min, nodes.max)
+    }
+}
+
 /// Merges the layers, looks at the target and at the machine.
 pub fn resolve(
-    args: ParsedArgs,
+    args: Args,
     get_env: impl Fn(&str) -> Option<String>,
     exe: &SelfExe,
 ) -> Result<Launch, CliError> {
@@ -94,13 +104,28 @@ pub fn resolve(
     let job = job(&settings, &target, validated.as_ref(), nodes);
     let python = python(&get_env);
     let (workers, cores) = places(&settings, validated.as_ref())?;
-    check_ranks(validated.as_ref(), alone, workers)?;
+    // Workers of several nodes decide on their number of ranks themselves: other nodes may have other numbers of them.
+    if let Some(refusal) = validated
+        .as_ref()
+        .filter(|_| alone)
+        .and_then(|config| config.refusal(workers))
+    {
+        return Err(refusal);
+    }
     let mut output = output_plan(&settings, alone, workers)?;
     check_ports(&settings, &target, alone, workers)?;
     let mut signals = signals(&settings)?;
     let out_dir = claim_out_dir(validated.as_ref(), &job.run_id, alone && !dry_run)?;
     let conf = settings.rdzv_conf.clone().unwrap_or_default();
-    let log_dir = log_dir(&settings, out_dir, &output, NewLogs::of(&job.id, dry_run))?;
+    let log_dir = log_dir(
+        &settings,
+        out_dir,
+        &output,
+        NewLogs {
+            job: &job.id,
+            dry_run,
+        },
+    )?;
     let native = target.kind == TargetKind::Native;
     if alone && workers == 1 && !native && log_dir.is_none() {
         hand_over_terminal(&mut output, &mut signals);
@@ -132,7 +157,7 @@ pub fn resolve(
         virtual_local_rank: settings.virtual_local_rank.unwrap_or(false),
         signals,
         cores,
-        event_log: event_log(&settings),
+        event_log: settings.event_log_handler.clone().and_then(|log| log.0),
         command: target.command(exe, python, agent_store(&target, &settings, &get_env)),
     };
     Ok(Launch {
@@ -155,7 +180,7 @@ fn agent_store(target: &Target, settings: &Settings, get_env: &impl Fn(&str) -> 
 /// A job, as all of its nodes must describe it.
 struct Job {
     id: String,
-    /// After it the files of the run are named.
+    /// Names the run's directory.
     run_id: String,
     agreed: BTreeMap<String, AgreedValue>,
     max_restarts: u32,
@@ -189,14 +214,6 @@ fn job(settings: &Settings, target: &Target, config: Option<&Validated>, nodes: 
         agreed,
         max_restarts,
     }
-}
-
-/// Refuses a number of ranks with which the workers of one node cannot train. Several nodes may have other numbers of
-/// workers, so their workers decide.
-fn check_ranks(config: Option<&Validated>, alone: bool, workers: u32) -> Result<(), CliError> {
-    let config = config.filter(|_| alone);
-    let refusal = config.and_then(|config| config.refusal(workers));
-    refusal.map_or(Ok(()), Err)
 }
 
 fn host_facts(settings: Settings, plan: &LaunchPlan, get_env: &impl Fn(&str) -> Option<String>) -> HostFacts {
@@ -282,35 +299,21 @@ fn signals(settings: &Settings) -> Result<SignalPlan, CliError> {
     let numbers = |signals: &Option<Signals>| signals.clone().map(|signals| signals.0);
     let forward = numbers(&settings.forward_signals).unwrap_or_default();
     let is_forwarded = |number: &i32| forward.contains(number);
-    let stop = match numbers(&settings.signals_to_handle) {
-        Some(asked) => match asked.iter().copied().find(is_forwarded) {
-            Some(both) => {
-                return Err(CliError::Conflict {
-                    problem: format!(
-                        "{} is in both `--signals-to-handle` and `--forward-signals`",
-                        signal_name(both)
-                    ),
-                    hint: "remove it from one of them: a signal either stops the job or is passed on to the workers".to_owned(),
-                });
-            }
-            None => asked,
-        },
-        None => SignalPlan::default()
-            .stop
-            .into_iter()
-            .filter(|number| !is_forwarded(number))
-            .collect(),
-    };
+    let asked = numbers(&settings.signals_to_handle);
+    if let Some(both) = asked.iter().flatten().copied().find(is_forwarded) {
+        return Err(CliError::Conflict {
+            problem: format!(
+                "{} is in both `--signals-to-handle` and `--forward-signals`",
+                signal_name(both)
+            ),
+            hint: "remove it from one of them: a signal either stops the job or is passed on to the workers"
+                .to_owned(),
+        });
+    }
+    let by_default = SignalPlan::default().stop.into_iter();
+    let stop = asked.unwrap_or_else(|| by_default.filter(|number| !is_forwarded(number)).collect());
     let scope = settings.signal_scope.unwrap_or_default();
     Ok(SignalPlan { stop, forward, scope })
-}
-
-fn event_log(settings: &Settings) -> Option<PathBuf> {
-    match settings.event_log_handler.clone()? {
-        EventLog::Nowhere => None,
-        EventLog::Console => Some("/dev/stderr".into()),
-        EventLog::File(path) => Some(path),
-    }
 }
 
 /// Each native worker of a job of several nodes listens at one port at a time.
@@ -329,14 +332,6 @@ fn check_ports(settings: &Settings, target: &Target, alone: bool, workers: u32) 
         hint: "choose a larger range, with a few more than workers: ports that others have are skipped"
             .into(),
     })
-}
-
-/// The configuration of a native target, checked as its workers will check it.
-fn validate(target: &Target) -> Result<Option<Validated>, CliError> {
-    match target.kind {
-        TargetKind::Native => native::validate(Path::new(&target.name), &target.overrides).map(Some),
-        TargetKind::Python | TargetKind::Module | TargetKind::Program => Ok(None),
-    }
 }
 
 /// Sees that a native run can begin, makes its folder where no other node could, and says where it is.

@@ -14,8 +14,8 @@
 
 use std::net::IpAddr;
 
-use super::settings::Settings;
 use crate::cli::error::CliError;
+use crate::cli::settings::Settings;
 use crate::cli::values;
 
 /// Below the ports that systems give to outgoing connections (`ip_local_port_range`), and below the default port.
@@ -56,11 +56,7 @@ impl Layer {
         self.variables.push((name, variable));
         self.settings
             .set(name, &value)
-            .map_err(|message| CliError::BadVariable {
-                variable: variable.to_owned(),
-                value,
-                message,
-            })
+            .map_err(|message| CliError::bad_variable(variable, &value, &message))
     }
 }
 

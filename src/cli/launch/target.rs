@@ -1,6 +1,5 @@
 //! What every worker runs: the kinds of target, and their commands.
 
-use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
 use std::io;
@@ -10,8 +9,8 @@ use std::path::{Path, PathBuf};
 use ddp_launcher::WorkerCommand;
 use nix::unistd::{AccessFlags, access};
 
-use super::settings;
 use crate::cli::error::CliError;
+use crate::cli::settings::nearest;
 
 /// First argument of the invocation by which `ddp-run` runs its own native worker.
 pub const WORKER_SUBCOMMAND: &str = "__worker";
@@ -65,10 +64,7 @@ impl SelfExe {
     pub fn open() -> Result<Self, CliError> {
         File::open("/proc/self/exe")
             .map(Self)
-            .map_err(|source| CliError::Machine {
-                what: "cannot open `/proc/self/exe`",
-                source,
-            })
+            .map_err(CliError::machine("cannot open `/proc/self/exe`"))
     }
 
     /// A path that is valid in this process and, between fork and exec, in its children.
@@ -204,7 +200,6 @@ impl Target {
             program,
             arg0,
             args,
-            env: BTreeMap::new(),
             display_name: self.display_name(),
             native: self.kind == TargetKind::Native,
             agent_store,
@@ -246,7 +241,7 @@ fn similar_file(path: &Path) -> Option<PathBuf> {
         .filter(|other| OsStr::new(other) != name && path.with_file_name(other).is_file())
         .filter(|other| TargetKind::of(OsStr::new(other)) == TargetKind::of(name))
         .collect();
-    let near = settings::nearest(name.to_str()?, names.iter().map(String::as_str))?;
+    let near = nearest(name.to_str()?, names.iter().map(String::as_str))?;
     Some(path.with_file_name(near))
 }
 

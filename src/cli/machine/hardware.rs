@@ -4,13 +4,14 @@ use std::cell::OnceCell;
 use std::fmt;
 use std::io::Read;
 use std::os::fd::AsFd;
-use std::process::{ChildStdout, Command, Stdio};
+use std::process::{ChildStdout, Command, ExitCode, Stdio};
 use std::time::{Duration, Instant};
 
 use ddp_proto::env::SECRETS;
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
+use crate::cli::answer::give;
 use crate::cli::error::CliError;
 use crate::cli::native::cuda;
 use crate::cli::values::ProcCount;
@@ -112,9 +113,7 @@ fn ask_driver(visible: Option<&str>) -> Gpus {
     if std::env::var(VISIBLE_DEVICES).is_ok_and(|list| list.trim().is_empty()) {
         return Err(NoGpus::Absent("`CUDA_VISIBLE_DEVICES` is set but empty"));
     }
-    let mut probe = own_invocation(GPU_PROBE_SUBCOMMAND);
-    probe.envs(visible.map(|device| (VISIBLE_DEVICES, device)));
-    let answer = answer_of(probe, GPU_PROBE_TIMEOUT)
+    let answer = ask_in_child(GPU_PROBE_SUBCOMMAND, visible, GPU_PROBE_TIMEOUT)
         .map_err(|error| NoGpus::Driver(format!("the CUDA driver could not be queried: {error}")))?;
     read_answer(&answer)
 }
@@ -135,7 +134,7 @@ fn read_answer(answer: &str) -> Gpus {
 type Answer = Result<Vec<String>, String>;
 
 /// The probe's own main: prints the answer as one line of JSON.
-pub fn probe_gpus() -> std::process::ExitCode {
+pub fn probe_gpus() -> ExitCode {
     let answer: Answer = match cuda::count_devices() {
         // What can be counted, but not described, can still be used.
         Ok(count) => Ok(cuda::Survey::take().map_or_else(
@@ -144,11 +143,7 @@ pub fn probe_gpus() -> std::process::ExitCode {
         )),
         Err(error) => Err(error.to_string().lines().next().unwrap_or_default().to_owned()),
     };
-    match serde_json::to_string(&answer) {
-        Ok(line) => println!("{line}"),
-        Err(_) => return std::process::ExitCode::FAILURE,
-    }
-    std::process::ExitCode::SUCCESS
+    serde_json::to_string(&answer).map_or(ExitCode::FAILURE, |line| give(line + "\n"))
 }
 
 /// WSL shows its GPUs through `/dev/dxg`.
@@ -164,15 +159,18 @@ fn has_device_nodes() -> bool {
     })
 }
 
-/// Standard output of this program's own invocation with `subcommand`, which must come within `timeout`.
-pub(in crate::cli) fn ask_in_child(subcommand: &str, timeout: Duration) -> std::io::Result<String> {
-    answer_of(own_invocation(subcommand), timeout)
-}
-
-fn own_invocation(subcommand: &str) -> Command {
+/// Standard output of this program's own invocation with `subcommand`, which must come within `timeout`. It sees the
+/// `visible` GPU alone, if one is named.
+pub(in crate::cli) fn ask_in_child(
+    subcommand: &str,
+    visible: Option<&str>,
+    timeout: Duration,
+) -> std::io::Result<String> {
     let mut command = Command::new("/proc/self/exe");
-    command.arg(subcommand);
     command
+        .arg(subcommand)
+        .envs(visible.map(|device| (VISIBLE_DEVICES, device)));
+    answer_of(command, timeout)
 }
 
 fn answer_of(mut command: Command, timeout: Duration) -> std::io::Result<String> {

@@ -84,10 +84,7 @@ fn raise(
     match set(raised) {
         Ok(()) => Ok(true),
         Err(_) if soft >= needed => Ok(false),
-        Err(errno) => Err(CliError::Machine {
-            what: "cannot raise the limit of open files",
-            source: errno.into(),
-        }),
+        Err(errno) => Err(CliError::machine("cannot raise the limit of open files")(errno)),
     }
 }
 

@@ -10,13 +10,14 @@ use std::io::{self, IsTerminal as _, Write as _};
 use std::process::ExitCode;
 use std::time::Duration;
 
-use ddp_proto::client::{Access, Client, ClientError};
+use ddp_proto::client::{Access, Client};
+use ddp_proto::printable;
 use ddp_proto::rendezvous::StatusReply;
-use ddp_proto::{exit, printable};
 use tokio::time::{Instant, sleep};
 
-use super::answer::{fail, give};
+use super::answer::{fail, give_or_fail, given};
 use super::error::CliError;
+use super::event_loop;
 use super::token::TokenSource;
 use super::values::{self, Endpoint};
 use crate::rendezvous::report::{self, Bounds};
@@ -73,58 +74,22 @@ pub(super) struct CloseArgs {
     daemon: Daemon,
 }
 
-/// Why the question has no answer.
-#[derive(Debug, thiserror::Error)]
-enum Failure {
-    #[error(transparent)]
-    Client(#[from] ClientError),
-    #[error(transparent)]
-    Cli(#[from] CliError),
-    #[error(
-        "the daemon at `{endpoint}` has {count} jobs: which one is meant?\n  hint: `ddp-rendezvous jobs` lists them"
-    )]
-    WhichJob { endpoint: Endpoint, count: usize },
-    #[error("cannot write to standard output: {0}")]
-    Output(#[source] io::Error),
-}
-
-impl Failure {
-    fn exit_code(&self) -> u8 {
-        match self {
-            Self::Client(error) => error.exit_code(),
-            Self::Cli(error) => error.exit_code(),
-            Self::WhichJob { .. } => exit::USAGE,
-            Self::Output(_) => exit::INTERNAL,
-        }
-    }
-}
-
 /// Runs one of them to its exit code.
 pub(super) fn run(question: impl Future<Output = ExitCode>) -> ExitCode {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    match runtime {
+    match event_loop() {
         Ok(runtime) => runtime.block_on(question),
-        Err(source) => {
-            let error = CliError::Machine {
-                what: "cannot start the event loop",
-                source,
-            };
-            fail(&error, error.exit_code())
-        }
+        Err(error) => fail(&error, error.exit_code()),
     }
 }
 
 /// `ddp-rendezvous status`
 pub(super) async fn status(args: StatusArgs) -> ExitCode {
-    match show_status(args).await {
-        Ok(()) => ExitCode::SUCCESS,
-        // Whoever read it has seen enough.
-        Err(Failure::Output(error)) if error.kind() == io::ErrorKind::BrokenPipe => ExitCode::SUCCESS,
-        Err(failure) => fail(&failure, failure.exit_code()),
-    }
+    let shown = show_status(args).await;
+    shown.map_or_else(|error| fail(&error, error.exit_code()), given)
 }
 
-async fn show_status(args: StatusArgs) -> Result<(), Failure> {
+/// What came of writing the answer; an error where there is none.
+async fn show_status(args: StatusArgs) -> Result<io::Result<()>, CliError> {
     let client = args.daemon.connect().await?;
     let job = match args.job {
         Some(job) => job,
@@ -139,7 +104,7 @@ async fn show_status(args: StatusArgs) -> Result<(), Failure> {
                 eprintln!(
                     "job `{job}` is over and its nodes have left: its launchers and the daemon's log tell how it ended"
                 );
-                return Ok(());
+                return Ok(Ok(()));
             }
             answer => answer?,
         };
@@ -154,12 +119,10 @@ async fn show_status(args: StatusArgs) -> Result<(), Failure> {
             text.push('\n');
         }
         let mut out = io::stdout().lock();
-        out.write_all(text.as_bytes())
-            .and_then(|()| out.flush())
-            .map_err(Failure::Output)?;
+        let written = out.write_all(text.as_bytes()).and_then(|()| out.flush());
         drop(out);
-        if !args.watch || status.phase == "over" {
-            return Ok(());
+        if written.is_err() || !args.watch || status.phase == "over" {
+            return Ok(written);
         }
         sleep(WATCH_INTERVAL).await;
     }
@@ -173,13 +136,16 @@ fn rendered(job: &str, status: &StatusReply, as_json: bool) -> String {
     }
 }
 
-async fn only_job(client: &Client, endpoint: &Endpoint) -> Result<String, Failure> {
+async fn only_job(client: &Client, endpoint: &Endpoint) -> Result<String, CliError> {
     let mut jobs = client.jobs().await?.jobs;
     match (jobs.pop(), jobs.len()) {
         (Some(only), 0) => Ok(only.job_id),
-        (last, others) => Err(Failure::WhichJob {
-            endpoint: endpoint.clone(),
-            count: others + usize::from(last.is_some()),
+        (last, others) => Err(CliError::Conflict {
+            problem: format!(
+                "the daemon at `{endpoint}` has {} jobs: which one is meant?",
+                others + usize::from(last.is_some())
+            ),
+            hint: "`ddp-rendezvous jobs` lists them".to_owned(),
         }),
     }
 }
@@ -194,7 +160,7 @@ pub(super) async fn jobs(args: JobsArgs) -> ExitCode {
             printable::text(&tables::jobs(&reply)).into_owned()
         })
     };
-    answered(listed.await)
+    give_or_fail(listed.await)
 }
 
 /// `ddp-rendezvous close`
@@ -207,18 +173,11 @@ pub(super) async fn close(args: CloseArgs) -> ExitCode {
             .await?;
         Ok(format!("closed job `{}`\n", args.job))
     };
-    answered(closed.await)
-}
-
-fn answered(answer: Result<String, Failure>) -> ExitCode {
-    match answer {
-        Ok(text) => give(text),
-        Err(failure) => fail(&failure, failure.exit_code()),
-    }
+    give_or_fail(closed.await)
 }
 
 impl Daemon {
-    async fn connect(&self) -> Result<Client, Failure> {
+    async fn connect(&self) -> Result<Client, CliError> {
         // The daemon runs, so its token is made already.
         let token = TokenSource::find(|name| std::env::var(name).ok())
             .wait(Duration::ZERO)

@@ -3,10 +3,10 @@
 use std::fmt::Write as _;
 use std::time::Duration;
 
-use comfy_table::{CellAlignment, Table, presets};
 use ddp_proto::rendezvous::{GenerationStatus, JobsReply, NodeStatus, StatusReply};
 use ddp_proto::words::{bytes, counted, duration};
 
+use crate::cli::answer;
 use crate::rendezvous::report::is_straggler;
 
 /// The cell of an unknown number.
@@ -172,19 +172,10 @@ fn period(period: &GenerationStatus) -> String {
 }
 
 fn table(title: &[&str], right: &[usize], rows: impl Iterator<Item = Vec<String>>) -> String {
-    let mut table = Table::new();
-    table.load_style(presets::NOTHING);
-    table.add_row(title.to_vec());
-    for row in rows {
-        table.add_row(row);
-    }
-    for column in right {
-        if let Some(column) = table.column_mut(*column) {
-            column.set_cell_alignment(CellAlignment::Right);
-        }
-    }
-    let lines = table.lines().map(|line| format!("{}\n", line.trim_end()));
-    lines.collect()
+    let title = title.iter().map(|cell| (*cell).to_owned()).collect();
+    answer::table(std::iter::once(title).chain(rows), |column| {
+        right.contains(&column)
+    })
 }
 
 fn more(text: &mut String, left: u64, noun: &str) {

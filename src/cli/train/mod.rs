@@ -18,7 +18,7 @@ use clap::error::{ContextKind, ContextValue};
 use clap::{CommandFactory, Parser, Subcommand};
 use clap_complete::Shell;
 
-use crate::cli::launch::settings::nearest;
+use crate::cli::settings::nearest;
 use crate::cli::{answer, native, values};
 use doctor::gpus;
 
@@ -69,13 +69,13 @@ pub fn command() -> clap::Command {
 
 /// Main of `ddp-train`.
 pub fn main(argv: Vec<OsString>) -> ExitCode {
-    if argv
-        .get(1)
+    let first = argv.get(1).cloned();
+    if first
+        .as_ref()
         .is_some_and(|word| word == gpus::GPU_DESCRIBE_SUBCOMMAND)
     {
         return gpus::describe_main();
     }
-    let first = argv.get(1).cloned();
     let args = match Args::try_parse_from(argv) {
         Ok(args) => args,
         Err(words) => return answer::instead_of_arguments(&with_nearest(words, first.as_ref()), ""),

@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::Args;
+use ddp_proto::printable;
 use ddp_proto::words::{counted, grouped};
 use ddp_worker::metrics::RunFilesError;
 use ddp_worker::metrics::plot::{self, RunCurves};
@@ -44,7 +45,7 @@ fn draw(args: &PlotArgs) -> Result<String, RunFilesError> {
     let runs = args.runs.iter().map(|path| RunCurves::read(path));
     let runs: Vec<RunCurves> = runs.collect::<Result<_, _>>()?;
     for line in runs.iter().flat_map(|run| &run.bad_lines) {
-        eprintln!("warning: skipped an invalid line: {line}");
+        eprintln!("warning: skipped an invalid line: {}", printable::line(line));
     }
     let output = args.output.clone().unwrap_or_else(|| plot_of(&args.runs));
     let picture = match output.extension() {

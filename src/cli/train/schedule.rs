@@ -71,10 +71,6 @@ pub(super) fn run(args: &ScheduleArgs) -> ExitCode {
     answer::give_or_fail(planned(args))
 }
 
-fn refused(error: impl std::fmt::Display) -> CliError {
-    CliError::Config(error.to_string())
-}
-
 /// Names the flags of this command instead of keys of a configuration.
 fn with_flags(words: &str) -> String {
     [
@@ -111,7 +107,8 @@ fn planned(args: &ScheduleArgs) -> Result<String, CliError> {
     };
     let (schedule, placement) = (plan.schedule(), plan.placement());
     let costs = vec![StageCosts::UNIT; placement.stages()];
-    let simulation = simulate(schedule, &costs, Links::IDEAL).map_err(refused)?;
+    let simulation =
+        simulate(schedule, &costs, Links::IDEAL).map_err(|error| CliError::Config(error.to_string()))?;
     let picture = SchedulePicture {
         placement,
         simulation: &simulation,

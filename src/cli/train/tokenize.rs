@@ -12,11 +12,9 @@ use ddp_worker::tokenize::{END_OF_TEXT, Progress, Report, Request, TokenizeError
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use crate::cli::answer::{fail, give};
-use crate::cli::native;
+use crate::cli::native::{self, FAILED};
 use crate::cli::values::one_or_more;
 
-/// Exit code where the machine is at fault, and not what was asked for.
-const FAILED: u8 = 1;
 /// Redraws of the bar a second, at most.
 const REDRAW_HZ: u8 = 10;
 

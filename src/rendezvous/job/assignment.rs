@@ -8,8 +8,9 @@ use ddp_proto::rendezvous::{Assignment, NodeAssignment};
 use super::node::Node;
 use super::running::Running;
 use super::{Job, Phase};
-use crate::rendezvous::event::{ApplyContext, Observation, Stage};
-use crate::rendezvous::kv::clip;
+use crate::rendezvous::context::ApplyContext;
+use crate::rendezvous::event::{Observation, Stage};
+use crate::rendezvous::messages::clip;
 use crate::rendezvous::nodes::list::NodeList;
 use crate::rendezvous::ranks;
 
@@ -84,7 +85,7 @@ impl Job {
             reason,
             run_token: self.counter.run_token().to_owned(),
             assignment_id: self.counter.assignment_id().to_owned(),
-            data_key: context.data_key(self.counter.assignment_id()),
+            data_key: context.at.secret.data_key(self.counter.assignment_id()),
             takeover_ms: self.takeover_ms(context.config),
             ..Assignment::default()
         };

@@ -17,10 +17,11 @@ use super::outcome::GenerationEnd;
 use super::running::Running;
 use super::{Job, Phase};
 use crate::rendezvous::config::{Callers, Config};
-use crate::rendezvous::event::{ApplyContext, Origin};
-use crate::rendezvous::kv::clip;
+use crate::rendezvous::context::ApplyContext;
+use crate::rendezvous::event::Origin;
 use crate::rendezvous::messages;
-use crate::rendezvous::policy::Why;
+use crate::rendezvous::messages::clip;
+use crate::rendezvous::policy::EndReason;
 
 impl Job {
     /// An agent goes away for good. A signal to one of them stops the whole job, unless the others can go on without
@@ -191,9 +192,9 @@ impl Job {
         if self.is_at_work(incarnation) {
             let (min, _) = self.table.limits();
             let why = if self.table.nodes().len() > min as usize {
-                Why::Membership
+                EndReason::Membership
             } else {
-                Why::NodeMissing
+                EndReason::NodeMissing
             };
             let end = GenerationEnd::without_a_node(cause.to_owned(), exit_code, why);
             self.end_generation(context, end);

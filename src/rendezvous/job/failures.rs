@@ -12,12 +12,13 @@ use ddp_proto::rendezvous::{self, Failure, MAX_EXITS_OF_A_KIND, NodeStopped, Wor
 
 use super::Job;
 use super::node::Node;
-use crate::rendezvous::event::{ApplyContext, Origin};
-use crate::rendezvous::kv::clip;
+use crate::rendezvous::context::ApplyContext;
+use crate::rendezvous::event::Origin;
+use crate::rendezvous::messages::clip;
 
 /// Failures that are listed; and as many workers that their agents stopped.
 pub(in crate::rendezvous) const MAX_LISTED: usize = 16;
-/// Ends that are taken from one message: failures and victims.
+/// Most worker exits that are read from one message: failures and victims.
 pub(in crate::rendezvous) const MAX_TAKEN: usize = 2 * MAX_EXITS_OF_A_KIND;
 /// Workers whose ends are known, listed or not: agents repeat what they said when a stream breaks. Those of the last
 /// generation of a job with [`Config::max_nodes`](crate::rendezvous::Config) fit, at [`MAX_TAKEN`] each.
@@ -43,7 +44,7 @@ impl Failures {
             return;
         }
         if self.known.len() > MAX_KNOWN {
-            // Of the earliest generation, of which no report comes any more.
+            // Drops an entry of the earliest generation: it sends no more reports.
             self.known.pop_first();
         }
         let words = |text: &str| clip(text, MAX_WORDS_BYTES).to_owned();
@@ -83,7 +84,7 @@ impl Failures {
         let alike = self.listed.iter().filter(|old| is_victim(old) == victim);
         if alike.count() >= MAX_LISTED {
             self.count(u32::from(!victim), u32::from(victim));
-            match self.least_telling(&new) {
+            match self.entry_to_replace(&new) {
                 Some(place) => drop(self.listed.remove(place)),
                 None => return,
             }
@@ -98,7 +99,7 @@ impl Failures {
     }
 
     /// What makes room for `new`: something of an earlier generation, and its first failure only if that is all.
-    fn least_telling(&self, new: &Failure) -> Option<usize> {
+    fn entry_to_replace(&self, new: &Failure) -> Option<usize> {
         let mut begun = BTreeSet::new();
         let (mut first, mut later) = (None, None);
         for (place, old) in self.listed.iter().enumerate() {
@@ -180,7 +181,7 @@ impl Job {
     }
 }
 
-/// For 584 years.
+/// Does not overflow for 584 years.
 fn nanoseconds(since_the_daemon_began: Duration) -> u64 {
     since_the_daemon_began.as_nanos() as u64
 }

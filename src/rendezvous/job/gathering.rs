@@ -9,7 +9,8 @@ use ddp_proto::rendezvous::{Waiting, refused::Code};
 use super::node::Node;
 use super::node_table::NodeTable;
 use super::{Job, Phase};
-use crate::rendezvous::event::{ApplyContext, refusal};
+use crate::rendezvous::context::ApplyContext;
+use crate::rendezvous::event::refusal;
 use crate::rendezvous::messages;
 use crate::rendezvous::ranks;
 
@@ -122,7 +123,7 @@ impl Job {
             Phase::Over(over) => return over.reason().to_owned(),
         };
         let ready = self.table.ready();
-        let names = messages::list(self.table.ready_hosts(), ready as usize);
+        let names = messages::list(self.table.hosts(Node::is_ready), ready as usize);
         let (min, max) = self.table.limits();
         let mut words = format!("{}: {names}", messages::joined(ready, min, max));
         if ready < min {
@@ -197,7 +198,7 @@ impl Job {
             may_train: may_train.map(|until| until.saturating_sub(context.at.now)),
             job: &self.id,
             waited: context.at.now.saturating_sub(gathering.began),
-            came: self.table.ready_hosts().collect(),
+            came: self.table.hosts(Node::is_ready),
             stopping: self.table.hosts(Node::is_stopping),
             gone: self.table.gone(),
             missing_ranks: ranks::missing_ranks(&self.table.candidates(), min),

@@ -9,9 +9,10 @@ use ddp_proto::{exit, printable};
 use super::node::{Node, Readiness};
 use super::{Job, Phase};
 use crate::rendezvous::config::{Callers, Config, DEFAULT_JOB_ID};
-use crate::rendezvous::event::{ApplyContext, ConnId, Origin, Peer, refusal, regrouping, shared};
-use crate::rendezvous::kv::clip;
+use crate::rendezvous::context::ApplyContext;
+use crate::rendezvous::event::{ConnId, Origin, Peer, refusal, regrouping, shared};
 use crate::rendezvous::messages;
+use crate::rendezvous::messages::clip;
 
 /// Version of the protocol that this daemon speaks.
 const PROTOCOL: u32 = 1;

@@ -14,7 +14,8 @@ use ddp_proto::rendezvous::daemon_message::Body as Reply;
 use super::Job;
 use super::node::{LeaseExtension, Node};
 use crate::rendezvous::config::Config;
-use crate::rendezvous::event::{ApplyContext, shared};
+use crate::rendezvous::context::ApplyContext;
+use crate::rendezvous::event::shared;
 
 /// Peers have to report progress within the time of this many steps.
 const PATIENCE_STEPS: u32 = 3;
@@ -84,8 +85,8 @@ impl Progress {
         let last_word = node.last_word();
         let patience = self.patience(config)?;
         let bound = last_word + limit(config, node);
-        // A peer is done with all steps, and this node was alive until then. A connection that breaks then was rather
-        // closed by its end.
+        // A peer is done with all steps, and this node was alive until then. If its connection broke then, the node
+        // probably exited.
         let may_be_cut_off = (node.is_connected() || node.is_proven()) && !node.was_closed();
         if may_be_cut_off && self.success.is_some_and(|at| at > last_word) {
             return Some((LeaseExtension::Proven, bound));

@@ -43,15 +43,16 @@ mod verdict;
 
 use std::time::Duration;
 
-use ddp_proto::exit;
 use ddp_proto::rendezvous::agent_message::Body;
 use ddp_proto::rendezvous::daemon_message::Body as Reply;
 use ddp_proto::rendezvous::{
     GenerationOver, Heard, Heartbeat, JobSummary, KvGatherRequest, KvGetRequest, KvPutRequest, NodeStopped,
     StatusReply,
 };
+use ddp_proto::{exit, printable};
 
-use super::event::{About, ApplyContext, CallId, ConnId, KvError, Origin, Record, regrouping};
+use super::context::ApplyContext;
+use super::event::{About, CallId, ConnId, KvError, Origin, Record, regrouping};
 use super::history::History;
 use super::kv::KvStore;
 use super::policy::Account;
@@ -525,7 +526,7 @@ impl Job {
         if !self.is_over() {
             let words = match reason {
                 "" => "an operator closed the job".to_owned(),
-                reason => format!("an operator closed the job: {reason}"),
+                reason => format!("an operator closed the job: {}", printable::text(reason)),
             };
             self.job_over(context, exit::CLOSED, words);
             self.plan_wake();

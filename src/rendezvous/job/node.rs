@@ -9,8 +9,9 @@ use ddp_proto::rendezvous::daemon_message::Body as Reply;
 use ddp_proto::rendezvous::{DaemonMessage, Heartbeat, Join, NodeStatus, RankProgress};
 
 use super::joining::Joining;
-use crate::rendezvous::event::{ApplyContext, ConnId, Peer};
-use crate::rendezvous::kv::clip;
+use crate::rendezvous::context::ApplyContext;
+use crate::rendezvous::event::{ConnId, Peer};
+use crate::rendezvous::messages::clip;
 use crate::rendezvous::ranks::Candidate;
 
 /// Number of workers of a node whose progress the daemon keeps.

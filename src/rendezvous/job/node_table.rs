@@ -9,7 +9,8 @@ use ddp_proto::rendezvous::{GenerationOver, Join, NodeStatus};
 use super::joining::join_timeout;
 use super::node::Node;
 use crate::rendezvous::config::Config;
-use crate::rendezvous::event::{ApplyContext, shared};
+use crate::rendezvous::context::ApplyContext;
+use crate::rendezvous::event::shared;
 use crate::rendezvous::messages;
 use crate::rendezvous::nodes::deadlines::Deadlines;
 use crate::rendezvous::ranks::{self, Candidate, Member};
@@ -349,12 +350,6 @@ impl NodeTable {
         self.nodes.values().any(Node::has_workers)
     }
 
-    /// Hosts of the nodes that are free for the next generation.
-    pub(super) fn ready_hosts(&self) -> impl Iterator<Item = &str> {
-        let ready = self.nodes.values().filter(|node| node.is_ready());
-        ready.map(Node::hostname)
-    }
-
     /// Number of nodes that are free for the next generation.
     pub(super) fn ready(&self) -> u32 {
         self.ready as u32
@@ -406,33 +401,23 @@ impl NodeTable {
 
     /// The status of each node, in order of their ranks if a generation `runs`: the first [`MAX_LISTED`].
     pub(super) fn statuses(&self, now: Duration, runs: bool) -> Vec<NodeStatus> {
-        let mut first_rank = 0;
-        let members = (0..)
-            .zip(&self.members)
-            .filter(|_| runs)
-            .map(|(node_rank, member)| {
-                let node = self.nodes.get(&member.incarnation)?;
-                let status = NodeStatus {
-                    first_rank,
-                    ..node.status(now, Some(node_rank))
-                };
-                first_rank += status.workers;
-                Some(status)
-            });
-        let mut listed: Vec<NodeStatus> = members.flatten().take(MAX_LISTED).collect();
-        let ranked: BTreeSet<&String> = self
-            .members
-            .iter()
-            .filter(|_| runs)
-            .map(|m| &m.incarnation)
-            .collect();
-        let others = self
+        let rank_of = |incarnation: &String| self.rank_of(incarnation).filter(|_| runs);
+        let ranked = self
             .nodes
             .iter()
-            .filter(|(incarnation, _)| !ranked.contains(incarnation));
-        let left = MAX_LISTED - listed.len();
-        listed.extend(others.take(left).map(|(_, node)| node.status(now, None)));
-        listed
+            .map(|(incarnation, node)| (rank_of(incarnation), node));
+        let mut nodes: Vec<(Option<u32>, &Node)> = ranked.collect();
+        nodes.sort_by_key(|(rank, _)| rank.unwrap_or(u32::MAX));
+        let mut first_rank = 0;
+        let statuses = nodes.into_iter().take(MAX_LISTED).map(|(rank, node)| {
+            let status = NodeStatus {
+                first_rank: rank.map_or(0, |_| first_rank),
+                ..node.status(now, rank)
+            };
+            first_rank += status.workers;
+            status
+        });
+        statuses.collect()
     }
 
     /// MIN and MAX nodes of the job.

@@ -11,10 +11,11 @@ use super::node::Node;
 use super::running::Running;
 use super::{Job, Phase};
 use crate::rendezvous::config::Config;
-use crate::rendezvous::event::{ApplyContext, Observation, Origin, RestartReason, Stage};
-use crate::rendezvous::kv::clip;
+use crate::rendezvous::context::ApplyContext;
+use crate::rendezvous::event::{Observation, Origin, Stage};
 use crate::rendezvous::messages;
-use crate::rendezvous::policy::{Ended, Verdict, Why};
+use crate::rendezvous::messages::clip;
+use crate::rendezvous::policy::{EndReason, Ended, Verdict};
 
 /// Why a generation ended.
 #[derive(Debug)]
@@ -24,7 +25,7 @@ pub(super) struct GenerationEnd {
     exit_code: i32,
     /// The worker that failed, and its host; none if a node is gone.
     failure: Option<(WorkerExit, String)>,
-    why: Why,
+    why: EndReason,
 }
 
 impl Job {
@@ -120,7 +121,7 @@ impl Job {
 
     /// Ends the generation without a failure; the next one follows.
     pub(super) fn break_up(&mut self, context: &mut ApplyContext<'_>, cause: String) {
-        let end = GenerationEnd::without_a_node(cause, exit::RENDEZVOUS_TIMED_OUT, Why::Membership);
+        let end = GenerationEnd::without_a_node(cause, exit::RENDEZVOUS_TIMED_OUT, EndReason::Membership);
         self.end_generation(context, end);
     }
 
@@ -186,12 +187,7 @@ impl Job {
             at_step_boundary: false,
             best_step: self.account.best(),
         };
-        context.observe(Observation::Restarted(match end.why {
-            Why::PortTaken => RestartReason::PortTaken,
-            Why::NodeMissing => RestartReason::NodeLost,
-            Why::Membership => RestartReason::Membership,
-            Why::Failure | Why::Permanent => RestartReason::WorkerFailed,
-        }));
+        context.observe(Observation::Restarted(end.why));
         self.regroup(context, over);
     }
 
@@ -231,16 +227,16 @@ impl GenerationEnd {
             cause: messages::worker_exit(&exit, &hostname),
             exit_code: messages::exit_code(&exit),
             why: match &exit {
-                exit if exit.permanent => Why::Permanent,
-                exit if exit.port_taken => Why::PortTaken,
-                _ => Why::Failure,
+                exit if exit.permanent => EndReason::Permanent,
+                exit if exit.port_taken => EndReason::PortTaken,
+                _ => EndReason::Failure,
             },
             failure: Some((exit, hostname)),
         }
     }
 
     /// A node is gone, or leaves.
-    pub(super) fn without_a_node(cause: String, exit_code: u8, why: Why) -> Self {
+    pub(super) fn without_a_node(cause: String, exit_code: u8, why: EndReason) -> Self {
         Self {
             cause,
             exit_code: i32::from(exit_code),
@@ -254,7 +250,7 @@ impl GenerationEnd {
     fn may_be_a_lost_peer(&self) -> bool {
         let aborts = |signal| signal == nix::libc::SIGABRT;
         let worker = self.failure.as_ref().map(|(exit, _)| exit);
-        matches!(self.why, Why::Failure) && worker.is_some_and(|exit| exit.signal.is_none_or(aborts))
+        matches!(self.why, EndReason::Failure) && worker.is_some_and(|exit| exit.signal.is_none_or(aborts))
     }
 
     pub(super) fn is_consequence(&self) -> bool {

@@ -7,7 +7,8 @@ use super::recovery::Recovery;
 use super::takeover::Takeover;
 use super::{Job, Phase};
 use crate::rendezvous::config::Config;
-use crate::rendezvous::event::{ApplyContext, Effect, Record, Stage};
+use crate::rendezvous::context::ApplyContext;
+use crate::rendezvous::event::{Effect, Record, Stage};
 use crate::rendezvous::ranks::Member;
 
 impl Job {

@@ -24,7 +24,8 @@ use super::joining::MAX_GENERATION;
 use super::running::Running;
 use super::{Job, Phase};
 use crate::rendezvous::config::Config;
-use crate::rendezvous::event::{ApplyContext, Origin, Record, Stage, regrouping, shared};
+use crate::rendezvous::context::ApplyContext;
+use crate::rendezvous::event::{Origin, Record, Stage, regrouping, shared};
 use crate::rendezvous::messages;
 use crate::rendezvous::nodes::list::NodeList;
 use crate::rendezvous::policy::Account;
@@ -35,7 +36,7 @@ use crate::rendezvous::size::RankLimits;
 const MAX_TOLD_ATTEMPT: u32 = 1 << 30;
 
 /// A generation of an earlier daemon, as far as its nodes have come back.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Recovery {
     generation: u64,
     /// Id of its assignment; empty while no node has reported it.
@@ -74,19 +75,13 @@ struct Claim {
 }
 
 impl Recovery {
-    /// Of which nothing is known yet.
+    /// A recovery that knows no node yet.
     fn of(generation: u64, began: Duration, wait: Duration) -> Self {
         Self {
             generation,
-            assignment_id: String::new(),
-            run: None,
-            claims: BTreeMap::new(),
-            ranks: HashMap::new(),
-            held: Vec::new(),
             began,
             until: began + wait,
-            recorded: Vec::new(),
-            recorded_names: HashSet::new(),
+            ..Self::default()
         }
     }
 

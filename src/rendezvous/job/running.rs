@@ -9,11 +9,11 @@ use super::lease_extension::Progress;
 use super::node::{LeaseExtension, Node};
 use super::outcome::GenerationEnd;
 use crate::rendezvous::config::Config;
-use crate::rendezvous::event::ApplyContext;
+use crate::rendezvous::context::ApplyContext;
 use crate::rendezvous::nodes::list::NodeList;
 
 /// The running generation.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Running {
     /// The part of the assignment that all nodes receive.
     assignment: Assignment,
@@ -49,13 +49,9 @@ impl Running {
         Self {
             assignment,
             nodes,
-            succeeded: BTreeSet::new(),
-            suspect: None,
-            lost_peers: BTreeMap::new(),
-            progress: Progress::default(),
             since: now,
             ran_before,
-            scale_up: None,
+            ..Self::default()
         }
     }
 

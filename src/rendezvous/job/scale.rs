@@ -13,8 +13,10 @@ use ddp_proto::rendezvous::GenerationOver;
 
 use super::Job;
 use super::running::Running;
-use crate::rendezvous::event::{ApplyContext, Observation, RestartReason, regrouping};
+use crate::rendezvous::context::ApplyContext;
+use crate::rendezvous::event::{Observation, regrouping};
 use crate::rendezvous::messages;
+use crate::rendezvous::policy::EndReason;
 use crate::rendezvous::ranks::Candidate;
 use crate::rendezvous::size::RankLimits;
 
@@ -66,7 +68,7 @@ impl Job {
             at_step_boundary: !running.has_suspect(),
             ..regrouping(cause)
         };
-        context.observe(Observation::Restarted(RestartReason::Membership));
+        context.observe(Observation::Restarted(EndReason::Membership));
         self.regroup(context, over);
     }
 

@@ -15,11 +15,13 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use ddp_proto::exit;
 use ddp_proto::rendezvous::Assignment;
 
 use super::Job;
 use crate::rendezvous::config::Config;
-use crate::rendezvous::event::{ApplyContext, Record, Stage};
+use crate::rendezvous::context::ApplyContext;
+use crate::rendezvous::event::{Record, Stage};
 
 /// The nodes whose workers may still train though the daemon has lost them.
 #[derive(Debug, Default)]
@@ -122,6 +124,18 @@ impl Job {
                 self.takeover.await_end(context.config, name, began);
             }
         }
+    }
+
+    /// The guardian of a node says that the launcher died, and that it has killed the workers.
+    pub(in crate::rendezvous) fn launcher_died(&mut self, context: &mut ApplyContext<'_>, incarnation: &str) {
+        if self.table.get(incarnation).is_some() {
+            let cause = format!("{} was lost: its launcher died", self.table.name_of(incarnation));
+            self.node_lost(context, incarnation, &cause, exit::RENDEZVOUS_TIMED_OUT);
+        }
+        self.takeover.ended(incarnation);
+        self.takeover.peer_ended();
+        self.consider_start(context);
+        self.plan_wake();
     }
 
     /// A node is lost whose workers may live on.

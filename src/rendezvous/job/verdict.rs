@@ -10,7 +10,8 @@ use ddp_proto::rendezvous::refused::Code;
 
 use super::joining::Joining;
 use super::{Job, Phase};
-use crate::rendezvous::event::{ApplyContext, Observation, Record, Stage, refusal};
+use crate::rendezvous::context::ApplyContext;
+use crate::rendezvous::event::{Observation, Record, Stage, refusal};
 
 /// A job that has ended, while some of its nodes are there.
 #[derive(Debug)]

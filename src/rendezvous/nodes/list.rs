@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use ddp_proto::rendezvous::{Assignment, NodeAssignment};
 
 /// The nodes of a generation, in order of node rank.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(in crate::rendezvous) struct NodeList {
     nodes: Vec<NodeAssignment>,
     world_size: u32,
@@ -20,13 +20,9 @@ impl NodeList {
         let (mut world_size, mut role_first_ranks) = (0_u32, Vec::with_capacity(nodes.len()));
         for node in &nodes {
             world_size = world_size.saturating_add(node.workers);
-            if !role_world_sizes.contains_key(&node.role) {
-                role_world_sizes.insert(node.role.clone(), 0);
-            }
-            if let Some(size) = role_world_sizes.get_mut(&node.role) {
-                role_first_ranks.push(*size);
-                *size = size.saturating_add(node.workers);
-            }
+            let size = role_world_sizes.entry(node.role.clone()).or_default();
+            role_first_ranks.push(*size);
+            *size = size.saturating_add(node.workers);
         }
         Self {
             nodes,

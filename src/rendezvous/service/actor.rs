@@ -105,10 +105,15 @@ impl Actor {
     pub(in crate::rendezvous) async fn run(mut self) -> Result<(), LedgerError> {
         loop {
             if !self.all_left.is_empty() && self.state.is_idle() && self.ledger.is_idle() {
-                answer_all(&mut self.all_left);
+                for asker in self.all_left.drain(..) {
+                    // It stops waiting at its own deadline.
+                    let _ = asker.send(());
+                }
             }
             let wake = self.state.next_wake().map(|wake| self.born + wake);
-            if wake.is_some_and(|wake| wake + self.tick_slack <= Instant::now()) {
+            // While no message is read, no lease ends: a late tick renews them.
+            let reads = !self.ledger.is_behind();
+            if reads && wake.is_some_and(|wake| wake + self.tick_slack <= Instant::now()) {
                 // A flood of messages must not keep leases and deadlines alive.
                 self.apply(Event::Tick);
                 continue;
@@ -117,12 +122,12 @@ impl Actor {
             // Messages first: a heartbeat that waits to be read counts before the lease that it renews ends.
             tokio::select! {
                 biased;
-                written = self.ledger.written() => self.carry_out_written(written?),
-                request = self.inbox.recv(), if !self.ledger.is_behind() => match request {
+                written = self.ledger.written() => written?.into_iter().for_each(|turn| self.carry_out_turn(turn)),
+                request = self.inbox.recv(), if reads => match request {
                     Some(request) => self.handle(request),
                     None => return Ok(()),
                 },
-                () = sleep_until(wake) => self.apply(Event::Tick),
+                () = sleep_until(wake), if reads => self.apply(Event::Tick),
             }
         }
     }
@@ -195,12 +200,6 @@ impl Actor {
     fn carry_out(&mut self, effects: Vec<Effect>, closed: Option<(oneshot::Sender<bool>, bool)>) {
         let turn = Turn { effects, closed };
         if let Some(turn) = self.ledger.write(turn) {
-            self.carry_out_turn(turn);
-        }
-    }
-
-    fn carry_out_written(&mut self, turns: Vec<Turn>) {
-        for turn in turns {
             self.carry_out_turn(turn);
         }
     }
@@ -285,14 +284,8 @@ impl Actor {
     }
 }
 
-fn answer_all(askers: &mut Vec<oneshot::Sender<()>>) {
-    for asker in askers.drain(..) {
-        // It stops waiting at its own deadline.
-        let _ = asker.send(());
-    }
-}
-
-async fn sleep_until(wake: Option<Instant>) {
+/// Never ends without a time.
+pub(super) async fn sleep_until(wake: Option<Instant>) {
     match wake {
         Some(wake) => tokio::time::sleep_until(wake).await,
         None => std::future::pending().await,

@@ -24,10 +24,11 @@ use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
 use futures_util::stream::unfold;
-use http_body_util::{BodyExt as _, BodyStream, StreamBody};
+use http_body_util::{BodyExt as _, BodyStream, Full, StreamBody};
 use hyper::body::{Body as _, Bytes};
 use hyper::{Request, Response};
 use nix::sys::resource::{Resource, getrlimit};
+use prost::bytes::BytesMut;
 use tokio::runtime::Handle;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::timeout;
@@ -543,18 +544,19 @@ fn kib(bytes: usize) -> u32 {
     u32::try_from(bytes.div_ceil(1 << 10)).unwrap_or(u32::MAX)
 }
 
-/// The whole of a request.
+/// The whole of a request, in one buffer: a frame of one byte takes no more than that.
 async fn receive(mut body: Body, held: &mut HeldRequest, messages: MessageLimits) -> Result<Body, Status> {
-    let mut frames = Vec::new();
+    let mut received = BytesMut::new();
     while let Some(frame) = body.frame().await {
         let frame = frame?;
-        held.count(frame.data_ref().map_or(0, Bytes::len))?;
+        let Some(data) = frame.data_ref() else { continue };
+        held.count(data.len())?;
         if kib(held.arrived) > messages.longest_kib {
             return Err(Status::out_of_range("the request is too long"));
         }
-        frames.push(Ok::<_, Status>(frame));
+        received.extend_from_slice(data);
     }
-    Ok(Body::new(StreamBody::new(tokio_stream::iter(frames))))
+    Ok(Body::new(Full::new(received.freeze())))
 }
 
 /// The reply to a call. HTTP/2 asks for the next part of a reply before its caller has room for it: without a bound, a

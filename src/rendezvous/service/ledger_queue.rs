@@ -19,7 +19,8 @@ pub(super) struct Turn {
     pub(super) closed: Option<(oneshot::Sender<bool>, bool)>,
 }
 
-/// The records that are not on disk yet, and the turns that wait for them.
+/// The records that are not on disk yet, and the turns that wait for them. The status and the list of jobs do not wait:
+/// nothing follows from what they show.
 #[derive(Debug)]
 pub(super) struct LedgerQueue {
     /// None for a daemon without a ledger.
@@ -90,7 +91,8 @@ impl LedgerQueue {
         };
         match written {
             Some(written) => written?,
-            // Nothing will be written any more.
+            None if self.writer.is_some() => panic!("the thread that writes the ledger has panicked"),
+            // There is no ledger.
             None => std::future::pending().await,
         }
         let mut turns: Vec<Turn> = self.waiting.pop_front().into_iter().collect();

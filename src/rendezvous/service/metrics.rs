@@ -15,7 +15,8 @@ use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::Registry;
 
-use crate::rendezvous::event::{Effect, KvError, Observation, RestartReason};
+use crate::rendezvous::event::{Effect, KvError, Observation};
+use crate::rendezvous::policy::EndReason;
 use crate::rendezvous::report::Census;
 
 /// Jobs whose generation has a sample of its own.
@@ -224,11 +225,11 @@ fn generations(census: &Census) -> Registry {
     registry
 }
 
-const RESTART_REASONS: [RestartReason; 4] = [
-    RestartReason::WorkerFailed,
-    RestartReason::PortTaken,
-    RestartReason::NodeLost,
-    RestartReason::Membership,
+const RESTART_REASONS: [EndReason; 4] = [
+    EndReason::Failure,
+    EndReason::PortTaken,
+    EndReason::NodeMissing,
+    EndReason::Membership,
 ];
 
 /// Of streams and nodes; of calls on the store; of calls and pages that need a token; of connections to the status page, and
@@ -250,12 +251,12 @@ const REFUSAL_CODES: [&str; 12] = [
 
 const RESULTS: [&str; 3] = ["success", "failure", "closed"];
 
-fn restart_name(reason: RestartReason) -> &'static str {
+fn restart_name(reason: EndReason) -> &'static str {
     match reason {
-        RestartReason::WorkerFailed => "worker_failed",
-        RestartReason::PortTaken => "port_taken",
-        RestartReason::NodeLost => "node_lost",
-        RestartReason::Membership => "membership",
+        EndReason::Failure | EndReason::Permanent => "worker_failed",
+        EndReason::PortTaken => "port_taken",
+        EndReason::NodeMissing => "node_lost",
+        EndReason::Membership => "membership",
     }
 }
 
@@ -288,7 +289,7 @@ fn kv_name(error: &KvError) -> Option<&'static str> {
     }
 }
 
-/// Of this process, without the one that looks.
+/// Open descriptors of this process, without the one that reads the list.
 fn open_descriptors() -> Option<i64> {
     let entries = fs::read_dir("/proc/self/fd").ok()?;
     Some(entries.count() as i64 - 1)
@@ -344,7 +345,7 @@ mod tests {
     #[test]
     fn everything_is_there_from_the_start_and_no_label_is_made_up() {
         let metrics = Metrics::new();
-        metrics.note(&Effect::Observed(Observation::Restarted(RestartReason::NodeLost)));
+        metrics.note(&Effect::Observed(Observation::Restarted(EndReason::NodeMissing)));
         metrics.note(&Effect::Observed(Observation::Ended(78)));
         metrics.heartbeat(Duration::from_secs(3));
         let census = Census {

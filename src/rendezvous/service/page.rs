@@ -16,12 +16,10 @@ use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
 use tokio_stream::wrappers::ReceiverStream;
 
 use super::actor::Request;
-use super::http::Http;
+use super::http_state::{Http, MAX_PAGES};
 use crate::rendezvous::event::Peer;
 use crate::rendezvous::report;
 
-/// Pages that are open at a time.
-pub(super) const MAX_PAGES: usize = 16;
 /// Where the page gets its snapshots.
 pub(super) const STREAM_PATH: &str = "/events";
 /// A page gets a snapshot so often.

@@ -15,21 +15,22 @@ use ddp_proto::trust::token::Token;
 use prost::bytes::Bytes;
 use tokio::net::TcpListener;
 use tokio::sync::{OwnedSemaphorePermit, mpsc, oneshot};
-use tokio::task::{JoinError, JoinSet};
-use tokio::time::{Instant, sleep_until};
+use tokio::task::JoinSet;
+use tokio::time::Instant;
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_stream::{Stream, StreamExt as _};
 use tonic::{Response, Status, Streaming};
 
-use super::actor::{Actor, Request};
+use super::actor::{Actor, Request, sleep_until};
 use super::connection::{Listener, accept_all};
 use super::connection_limits::{Active, Connection, ConnectionLimits, Limited};
-use super::http::{self, Http};
+use super::http;
+use super::http_state::Http;
 use super::ledger::{Ledger, LedgerError};
 use super::metrics::Metrics;
 use crate::rendezvous::config::{Callers, Config};
 use crate::rendezvous::event::{CallId, ConnId, Event, KvError};
-use crate::rendezvous::kv::clip;
+use crate::rendezvous::messages::clip;
 
 /// Bytes of a message beyond the largest value of the store.
 const MESSAGE_MARGIN: usize = 256 << 10;
@@ -53,6 +54,17 @@ pub enum ServeError {
     Ledger(#[from] LedgerError),
 }
 
+/// How people and tools watch a daemon.
+#[derive(Debug, Default)]
+pub struct Monitoring {
+    /// Serves liveness, readiness, metrics and the status page.
+    pub http: Option<TcpListener>,
+    /// Shows the page and the names of jobs in metrics. Without one, they are for the daemon's own machine.
+    pub read_token: Option<Token>,
+    /// Events carry job, generation and node apart from their words.
+    pub log_fields: bool,
+}
+
 /// Serves rendezvous and gRPC health on `listener` until `shutdown` is ready and every agent has left.
 ///
 /// The caller binds the socket, so it knows the port and reports a bind that fails. It needs a tokio runtime with
@@ -66,27 +78,6 @@ pub enum ServeError {
 ///
 /// Dropping the future instead ends all streams at once.
 pub async fn serve(
-    listener: Listener,
-    config: Config,
-    ledger: Option<Ledger>,
-    shutdown: impl Future<Output = ()>,
-) -> Result<(), ServeError> {
-    serve_with(listener, config, ledger, Monitoring::default(), shutdown).await
-}
-
-/// How people and tools watch a daemon.
-#[derive(Debug, Default)]
-pub struct Monitoring {
-    /// Serves liveness, readiness, metrics and the status page.
-    pub http: Option<TcpListener>,
-    /// Shows the page and the names of jobs in metrics. Without one, they are for the daemon's own machine.
-    pub read_token: Option<Token>,
-    /// Events carry job, generation and node apart from their words.
-    pub log_fields: bool,
-}
-
-/// The same for a daemon that is watched.
-pub async fn serve_with(
     listener: Listener,
     config: Config,
     ledger: Option<Ledger>,
@@ -143,7 +134,10 @@ pub async fn serve_with(
     // Cancel safe: `server` is polled to its end or dropped for good, and `join_next` loses nothing.
     tokio::select! {
         ended = &mut server => return Ok(ended?),
-        Some(ended) = tasks.join_next() => return result_of(ended),
+        Some(ended) = tasks.join_next() => match ended {
+            Ok(written) => return Ok(written?),
+            Err(panic) => std::panic::resume_unwind(panic.into_panic()),
+        },
         () = stopped => {}
     }
     drop((tasks, accepting, close));
@@ -152,31 +146,21 @@ pub async fn serve_with(
     Ok(ended.unwrap_or(Ok(()))?)
 }
 
-/// An actor that ends by itself could not write its ledger.
-fn result_of(ended: Result<Result<(), LedgerError>, JoinError>) -> Result<(), ServeError> {
-    match ended {
-        Ok(written) => Ok(written?),
-        Err(panic) => std::panic::resume_unwind(panic.into_panic()),
-    }
-}
-
 /// Ends when every agent has left. Late ones are not waited for any longer.
 async fn await_agents(requests: &mpsc::Sender<Request>, config: &Config) {
     let shutdown_wait = config.shutdown_wait;
-    let left = tokio::time::timeout(shutdown_wait, answered(requests, Request::AllLeft)).await;
-    if left.is_err() {
+    let (answer, answered) = oneshot::channel();
+    let left = async {
+        if requests.send(Request::AllLeft(answer)).await.is_err() || answered.await.is_err() {
+            // The actor is gone, and says nothing of its agents any more.
+            std::future::pending::<()>().await;
+        }
+    };
+    if tokio::time::timeout(shutdown_wait, left).await.is_err() {
         tracing::warn!(
             "launchers are still connected {:.1} s after the daemon was asked to stop",
             shutdown_wait.as_secs_f64()
         );
-    }
-}
-
-/// Asks the actor, and ends with its answer. If the actor is gone, it never ends.
-async fn answered(requests: &mpsc::Sender<Request>, ask: impl FnOnce(oneshot::Sender<()>) -> Request) {
-    let (answer, answered) = oneshot::channel();
-    if requests.send(ask(answer)).await.is_err() || answered.await.is_err() {
-        std::future::pending::<()>().await;
     }
 }
 
@@ -387,7 +371,7 @@ impl AgentSide {
                     deadline = Some(Instant::now() + self.patience);
                     continue;
                 }
-                () = until(deadline) => {
+                () = sleep_until(deadline) => {
                     if !has_ended {
                         let waited = self.patience.as_secs_f64();
                         self.connection.refused(format!("no node joined on a stream within {waited:.1} s"));
@@ -430,13 +414,6 @@ impl AgentSide {
         let join = Request::Join(self.conn, event, answer);
         self.requests.send(join).await.ok()?;
         is_taken.await.ok()
-    }
-}
-
-async fn until(deadline: Option<Instant>) {
-    match deadline {
-        Some(deadline) => sleep_until(deadline).await,
-        None => std::future::pending().await,
     }
 }
 

@@ -217,6 +217,7 @@ impl Scene {
             signal: None,
             reason: reason.into(),
             exit_code: Some(exit_code),
+            ..Leave::default()
         };
         self.say(node, 0, Body::Leave(leave))
     }
@@ -228,7 +229,7 @@ impl Scene {
             Body::Leave(Leave {
                 signal,
                 reason: reason.into(),
-                exit_code: None,
+                ..Leave::default()
             }),
         )
     }

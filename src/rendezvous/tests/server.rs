@@ -11,7 +11,7 @@ use tokio_stream::StreamExt as _;
 use tonic::transport::Channel;
 
 use super::super::service::{Actor, Request};
-use super::super::{Callers, Ledger, Listener, ServeError, Transport, serve};
+use super::super::{Callers, Ledger, Listener, Monitoring, ServeError, Transport, serve};
 use super::*;
 
 /// Far more than anything here takes, even on a loaded machine.
@@ -36,6 +36,7 @@ impl Daemon {
             Listener::Tcp(listener, Transport::Plain),
             config,
             ledger,
+            Monitoring::default(),
             async {
                 let _ = stopped.await;
             },
@@ -119,8 +120,8 @@ async fn next_assignment(agent: &mut Agent) -> (Generation, Assignment) {
 fn send(agent: &Agent, generation: u64, body: Body) {
     let (assigned, id) = &agent.assigned;
     let id = if generation == *assigned { id } else { "" };
-    let sender = agent.stream.sender();
-    sender.send(Generation(generation), id, body).unwrap();
+    let sent = agent.stream.send(Generation(generation), id, body);
+    sent.unwrap();
 }
 
 async fn leave(agent: Agent) {

@@ -8,7 +8,7 @@ use std::time::Duration;
 use ddp_launcher::Ending;
 use ddp_launcher::decisions::{Event, Machine, Memory, Rules, SpawnEvent};
 use ddp_launcher::fuzzing::{read_foreign_commands, read_foreign_lines};
-use ddp_proto::control::{PROTOCOL, Phase, ToAgent, ToWorker};
+use ddp_proto::control::{PROTOCOL, Phase, ToAgent, ToWorker, WorkerAssignment};
 use ddp_proto::ids::{Generation, LocalRank};
 use ddp_proto::rendezvous::daemon_message::Body;
 use ddp_proto::rendezvous::{
@@ -295,13 +295,13 @@ fn worker_line(bytes: &[u8]) -> Option<String> {
 }
 
 pub(crate) fn worker_lines() -> Target {
-    let assignment = ToWorker::Assignment {
+    let assignment = ToWorker::Assignment(WorkerAssignment {
         protocol: PROTOCOL,
         generation: Generation(1),
         env: [("RANK".to_owned(), "0".to_owned())].into(),
         node_addr: "10.0.0.1".into(),
         data_key: Some(DataKey::new(std::array::from_fn(|byte| 0xa0 + byte as u8))),
-    };
+    });
     let reply = ToWorker::KvReply {
         call: 1,
         value: Some("c2VjcmV0".into()),

@@ -5,8 +5,8 @@ use std::fs;
 use std::os::unix::ffi::OsStringExt as _;
 
 use ddp_proto::printable;
-use ddp_run::cli::launch::settings::Settings;
 use ddp_run::cli::launch::{agreement, args, scheduler};
+use ddp_run::cli::settings::Settings;
 use ddp_worker::config;
 
 use crate::runner::Target;

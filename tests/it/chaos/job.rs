@@ -166,9 +166,7 @@ impl Job {
             .flag("--max-restarts", &self.max_restarts);
         let launch = match &self.training {
             Some(training) => launch.dir(training.dir()).target("tiny.yaml"),
-            None => launch
-                .env("GATE", self.gate.path.to_str().expect("unicode"))
-                .shell(&self.script()),
+            None => launch.env("GATE", &self.gate.path).shell(&self.script()),
         };
         let running = launch.start();
         self.launchers.push(running.pid());
@@ -192,7 +190,7 @@ impl Job {
         let nodes = if self.kind == Kind::Elastic { "1:2" } else { "2" };
         launch
             .flag("--nnodes", nodes)
-            .flag("--rdzv-endpoint", &wire.endpoint())
+            .flag("--rdzv-endpoint", wire.endpoint())
             .flag("--rdzv-id", "chaos")
             .flag(
                 "--rdzv-conf",

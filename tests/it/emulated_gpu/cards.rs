@@ -31,7 +31,7 @@ fn a_card_that_is_too_old_is_named() {
     const WORDS: &str = "GPU 0 (Emulated GPU) is sm_75, but the kernels need sm_80 or later";
     let doctor = Emulator::built().program(env!("CARGO_BIN_EXE_ddp-train"));
     let old = ("EMULATOR_CAPABILITY", "75");
-    let report = doctor.args(["doctor".into()]).env(old.0, old.1).run();
+    let report = doctor.args(["doctor"]).env(old.0, old.1).run();
     report.expect_exit(0).expect_stdout(&format!("- {WORDS}"));
     let job = job();
     let finished = refused(gpus(Emulator::built(), &job, 1).env(old.0, old.1));

@@ -9,7 +9,7 @@ use crate::harness::{TinyJob, launch};
 fn said(job: &TinyJob, device: &str, words: &[&str]) -> Value {
     let program = emulator().program(env!("CARGO_BIN_EXE_ddp-train")).dir(job.dir());
     let words = [words, &["--json", "--device", device]].concat();
-    let finished = program.args(words.iter().map(|&word| word.into())).run();
+    let finished = program.args(words).run();
     finished.expect_exit(0);
     serde_json::from_str(&finished.stdout().join("\n")).expect("JSON")
 }
@@ -22,17 +22,8 @@ fn generation_and_evaluation_are_those_of_the_processor() {
     let [there, here] = ["gpu", "cpu"].map(|device| {
         let evaluated = said(&job, device, &["eval", "out"]);
         // Longer than the model has positions.
-        let words = [
-            "generate",
-            "out",
-            "--prompt",
-            "0123",
-            "--temperature",
-            "0",
-            "--max-tokens",
-            "40",
-        ];
-        let made = said(&job, device, &words);
+        let words = "generate out --prompt 0123 --temperature 0 --max-tokens 40";
+        let made = said(&job, device, &words.split(' ').collect::<Vec<_>>());
         assert_eq!(made["tokens"], 40);
         let name = evaluated["device"].as_str().expect("a name").to_owned();
         (

@@ -26,7 +26,7 @@ fn before_the_emulator(folder: &Path) -> String {
 #[track_caller]
 fn doctor(variable: (&str, &str)) -> Finished {
     let doctor = Emulator::built().program(env!("CARGO_BIN_EXE_ddp-train"));
-    let finished = doctor.args(["doctor".into()]).env(variable.0, variable.1).run();
+    let finished = doctor.args(["doctor"]).env(variable.0, variable.1).run();
     finished.expect_exit(0);
     finished
 }

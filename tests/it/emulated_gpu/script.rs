@@ -28,14 +28,7 @@ fn folders() -> (TempDir, TempDir) {
         &repository("tests/gpu/sharing.sh"),
         &packed.path().join("sharing.sh"),
     );
-    for name in [
-        "report.py",
-        "kill9.py",
-        "small.yaml",
-        "ranks.yaml",
-        "gpt2-124m.yaml",
-        "gpt2-350m.yaml",
-    ] {
+    for name in "report.py kill9.py small.yaml ranks.yaml gpt2-124m.yaml gpt2-350m.yaml".split(' ') {
         let text = std::fs::read_to_string(repository("tests/gpu").join(name)).expect("readable");
         put(name, &shrunk(&text));
     }
@@ -63,7 +56,6 @@ fn shrunk(yaml: &str) -> String {
 }
 
 fn script(packed: &Path, logs: &Path, sections: &[&str]) -> Program {
-    let folders = [packed, logs].map(|path| path.as_os_str().to_owned());
     emulator()
         .program(repository("tests/gpu/run.sh").to_str().expect("UTF-8"))
         .env("EMULATOR_GPUS", "1")
@@ -72,7 +64,8 @@ fn script(packed: &Path, logs: &Path, sections: &[&str]) -> Program {
         .env("GPU_STEPS", "12")
         .env("GPU_RANKS_STEPS", "4")
         .env("GPU_BATCHES", "2 2")
-        .args(folders.into_iter().chain(sections.iter().map(Into::into)))
+        .args([packed, logs])
+        .args(sections)
 }
 
 #[test]

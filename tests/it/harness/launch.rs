@@ -1,9 +1,12 @@
 //! `ddp-run` as a script writes it.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::path::PathBuf;
 
 use super::{Finished, Program, Running, Screen};
+
+/// Which function of [`crate::ROLES`] a worker runs.
+pub(crate) const ROLE: &str = "DDP_TEST_ROLE";
 
 /// A launch to be.
 pub(crate) struct Launch {
@@ -28,24 +31,25 @@ pub(crate) fn launch_from(program: impl Into<PathBuf>) -> Launch {
 
 impl Launch {
     pub(crate) fn nproc(self, workers: u32) -> Self {
-        self.flag("--nproc-per-node", &workers.to_string())
+        self.flag("--nproc-per-node", workers.to_string())
     }
 
     /// One of `nodes`, meeting at `endpoint` under the job's name `id`.
     pub(crate) fn node_of(self, nodes: u32, endpoint: &str, id: &str) -> Self {
-        self.flag("--nnodes", &nodes.to_string())
+        self.flag("--nnodes", nodes.to_string())
             .flag("--rdzv-endpoint", endpoint)
             .flag("--rdzv-id", id)
     }
 
-    pub(crate) fn flag(mut self, name: &str, value: &str) -> Self {
-        self.flags.extend([name.into(), value.into()]);
+    pub(crate) fn flag(mut self, name: &str, value: impl AsRef<OsStr>) -> Self {
+        self.flags.extend([name.into(), value.as_ref().to_owned()]);
         self
     }
 
     /// Words as they are, in front of the target.
-    pub(crate) fn words(mut self, words: &[&str]) -> Self {
-        self.flags.extend(words.iter().map(OsString::from));
+    pub(crate) fn words(mut self, words: impl IntoIterator<Item: AsRef<OsStr>>) -> Self {
+        let words = words.into_iter().map(|word| word.as_ref().to_owned());
+        self.flags.extend(words);
         self
     }
 
@@ -53,7 +57,7 @@ impl Launch {
         self.flag("--set", assignment)
     }
 
-    pub(crate) fn env(mut self, name: &str, value: &str) -> Self {
+    pub(crate) fn env(mut self, name: &str, value: impl AsRef<OsStr>) -> Self {
         self.program = self.program.env(name, value);
         self
     }
@@ -73,14 +77,22 @@ impl Launch {
         self
     }
 
-    pub(crate) fn target_args(mut self, args: &[&str]) -> Self {
-        self.target.extend(args.iter().map(OsString::from));
+    pub(crate) fn target_args(mut self, args: impl IntoIterator<Item: AsRef<OsStr>>) -> Self {
+        let args = args.into_iter().map(|arg| arg.as_ref().to_owned());
+        self.target.extend(args);
         self
     }
 
     /// Workers that run a shell script.
     pub(crate) fn shell(self, script: &str) -> Self {
-        self.target("sh").target_args(&["-c", script])
+        self.target("sh").target_args(["-c", script])
+    }
+
+    /// Workers that run this test program, whose function `role` of [`crate::ROLES`] is their `main`.
+    pub(crate) fn role(self, role: &str) -> Self {
+        let binary = std::env::current_exe().expect("this very program");
+        let child = ["child", "--exact", "--ignored", "--nocapture"];
+        self.env(ROLE, role).target(binary).target_args(child)
     }
 
     pub(crate) fn stdout_to(mut self, file: std::fs::File) -> Self {

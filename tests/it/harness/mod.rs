@@ -19,11 +19,11 @@ mod training;
 
 pub(crate) use deadline::{PATIENCE, eventually};
 pub(crate) use emulator::Emulator;
-pub(crate) use launch::{Launch, launch, launch_from};
+pub(crate) use launch::{Launch, ROLE, launch, launch_from};
 pub(crate) use processes::{
     children, descendants, environment_of, groups_made_by, hangup_is_ignored, processes, worker,
 };
-pub(crate) use program::{Finished, Program, Running, token_file};
+pub(crate) use program::{Finished, Program, Running, ddp_rendezvous, ddp_train, token_file};
 pub(crate) use proxy::Proxy;
 pub(crate) use rendezvous::{Daemon, ReservedPort};
 pub(crate) use screen::Screen;
@@ -35,6 +35,12 @@ pub(crate) use training::{
 /// A file of the repository.
 pub(crate) fn repository(path: &str) -> std::path::PathBuf {
     std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join(path)
+}
+
+/// The folder with the built programs.
+pub(crate) fn binaries() -> &'static std::path::Path {
+    let program = std::path::Path::new(env!("CARGO_BIN_EXE_ddp-run"));
+    program.parent().expect("a folder of binaries")
 }
 
 /// An empty folder, removed with its owner.

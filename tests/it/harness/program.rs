@@ -1,7 +1,7 @@
 //! A child process: started, watched line by line, signalled, finished.
 
 use std::collections::BTreeSet;
-use std::ffi::OsString;
+use std::ffi::OsStr;
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Write as _};
 use std::os::unix::fs::OpenOptionsExt as _;
@@ -55,6 +55,16 @@ pub(crate) fn token_file() -> &'static Path {
     &FILE
 }
 
+/// `ddp-train`, to which arguments are added.
+pub(crate) fn ddp_train() -> Program {
+    Program::new(env!("CARGO_BIN_EXE_ddp-train"))
+}
+
+/// `ddp-rendezvous`, to which arguments are added.
+pub(crate) fn ddp_rendezvous() -> Program {
+    Program::new(env!("CARGO_BIN_EXE_ddp-rendezvous"))
+}
+
 impl Program {
     pub(crate) fn new(path: impl Into<PathBuf>) -> Self {
         catch_interrupts();
@@ -79,12 +89,12 @@ impl Program {
         Self { command, name }
     }
 
-    pub(crate) fn args(mut self, args: impl IntoIterator<Item = OsString>) -> Self {
+    pub(crate) fn args(mut self, args: impl IntoIterator<Item: AsRef<OsStr>>) -> Self {
         self.command.args(args);
         self
     }
 
-    pub(crate) fn env(mut self, name: &str, value: &str) -> Self {
+    pub(crate) fn env(mut self, name: &str, value: impl AsRef<OsStr>) -> Self {
         self.command.env(name, value);
         self
     }
@@ -365,6 +375,13 @@ impl Finished {
             "no `{pattern}`; {}",
             self.transcript()
         );
+        self
+    }
+
+    #[track_caller]
+    pub(crate) fn expect_no_stderr(&self, pattern: &str) -> &Self {
+        let is_there = self.stderr.iter().any(|line| line.contains(pattern));
+        assert!(!is_there, "`{pattern}`; {}", self.transcript());
         self
     }
 

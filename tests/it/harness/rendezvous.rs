@@ -33,7 +33,7 @@ impl Daemon {
             .into_iter()
             .chain(flags.iter().copied());
         let mut running = Program::new(env!("CARGO_BIN_EXE_ddp-rendezvous"))
-            .args(args.map(Into::into))
+            .args(args)
             .start();
         let endpoint = running.wait_for("127.0.0.1:");
         Self { running, endpoint }

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use super::{eventually, temp_dir};
+use super::{Launch, eventually, launch, temp_dir};
 
 /// A configuration with its text, in a folder of its own.
 pub(crate) struct TinyJob {
@@ -36,6 +36,11 @@ impl TinyJob {
         std::fs::write(dir.path().join("text.txt"), text).expect("writable");
         std::fs::write(dir.path().join("tiny.yaml"), edit(TINY)).expect("writable");
         Self { dir }
+    }
+
+    /// A launch that trains this job.
+    pub(crate) fn launch(&self) -> Launch {
+        launch().dir(self.dir()).target("tiny.yaml")
     }
 
     pub(crate) fn dir(&self) -> &Path {

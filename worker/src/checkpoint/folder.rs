@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use super::CheckpointError;
 use super::manifest::{Manifest, TensorKind};
 use super::storage::{Disk, DiskStep, Storage, read_bounded, write_file};
+use crate::config::CheckpointKeep;
 
 pub(super) const LATEST: &str = "latest";
 /// What it is called while it is written.
@@ -202,18 +203,9 @@ pub fn step_to_go_on_from(out_dir: &Path) -> io::Result<Option<u64>> {
     Ok(newest)
 }
 
-/// Which checkpoints are kept.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Keep {
-    /// So many of the newest; at least 1.
-    pub last: usize,
-    /// And every one whose step is a multiple of it.
-    pub every: Option<u64>,
-}
-
 /// The steps that go, of all that are there, ascending. Those behind `latest` belong to a life of the run that is
 /// rolled back, or that this one has not heard of: they stay, as does everything `needed`.
-fn expired(keep: Keep, steps: &[u64], latest: u64, needed: &[u64]) -> Vec<u64> {
+fn expired(keep: CheckpointKeep, steps: &[u64], latest: u64, needed: &[u64]) -> Vec<u64> {
     let of_this_life: Vec<u64> = steps.iter().copied().filter(|step| *step <= latest).collect();
     let old = of_this_life.len().saturating_sub(keep.last.max(1));
     let is_kept = |step: &u64| {
@@ -234,7 +226,7 @@ fn expired(keep: Keep, steps: &[u64], latest: u64, needed: &[u64]) -> Vec<u64> {
 pub fn retain(
     storage: &dyn Storage,
     out_dir: &Path,
-    keep: Keep,
+    keep: CheckpointKeep,
     needed: &[u64],
 ) -> Result<Vec<u64>, CheckpointError> {
     let root = checkpoints(out_dir);
@@ -352,8 +344,9 @@ mod tests {
     #[test]
     fn the_last_ones_and_milestones_are_kept() {
         let steps: Vec<u64> = (1..=10).map(|i| i * 10).collect();
-        let gone =
-            |last, every, latest, needed: &[u64]| expired(Keep { last, every }, &steps, latest, needed);
+        let gone = |last, every, latest, needed: &[u64]| {
+            expired(CheckpointKeep { last, every }, &steps, latest, needed)
+        };
         assert_eq!(gone(3, None, 100, &[]), [10, 20, 30, 40, 50, 60, 70]);
         assert_eq!(gone(2, Some(40), 100, &[]), [10, 20, 30, 50, 60, 70]);
         assert_eq!(gone(1, None, 100, &[30]), [10, 20, 40, 50, 60, 70, 80, 90]);

@@ -7,7 +7,7 @@
 //! | `writer.rs` | [`Writer`]: files of many ranks to one checkpoint, all of it or nothing |
 //! | `reader.rs` | [`Reader`]: any range of any region of any tensor, verified |
 //! | `export.rs` | the parameters in one file for other tools |
-//! | `folder.rs` | names and paths below `checkpoints/`; which steps are there, and which stay ([`Keep`]) |
+//! | `folder.rs` | names and paths below `checkpoints/`; which steps are there, and which stay |
 //! | `storage.rs` | the steps that touch the disk, so that a test can stop after each |
 //!
 //! A checkpoint names tensors by the keys of parameters, with global shapes, and the boxes of them that files hold. Which
@@ -31,7 +31,7 @@ mod writer;
 pub use error::CheckpointError;
 pub use export::export;
 pub use folder::{
-    Keep, delete_all, delete_unfinished, file_stem, latest_step, point_latest, retain, run_of, step_name,
+    delete_all, delete_unfinished, file_stem, latest_step, point_latest, retain, run_of, step_name,
     step_to_go_on_from, steps_before,
 };
 pub(crate) use manifest::TOKENIZER_FILE;
@@ -44,4 +44,4 @@ pub(crate) use part::{Header, read_header};
 pub use reader::{Reader, Which};
 pub(crate) use storage::open_to_read;
 pub use storage::{Disk, DiskStep, Storage, ignore_file_size_signal, read_bounded};
-pub use writer::Writer;
+pub use writer::{Fence, Writer};

@@ -8,7 +8,8 @@ use std::io::{self, ErrorKind};
 use std::ops::Range;
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use parking_lot::Mutex;
 
 use super::error::type_and_shape;
 use super::folder::{self, LATEST, MANIFEST};
@@ -398,7 +399,7 @@ impl Reader {
             let (Some(first), Some(last)) = (here.first(), here.last()) else {
                 continue;
             };
-            let read = if self.verified().contains(&stored.block_name(&bytes)) {
+            let read = if self.verified.lock().contains(&stored.block_name(&bytes)) {
                 bytes = first.source..last.source + last.len;
                 stored.read(&bytes)?
             } else {
@@ -420,12 +421,8 @@ impl Reader {
         if !stored.range.is_block(index, &read) {
             return Err(stored.changed(&block));
         }
-        self.verified().insert(stored.block_name(&block));
+        self.verified.lock().insert(stored.block_name(&block));
         Ok(read)
-    }
-
-    fn verified(&self) -> MutexGuard<'_, HashSet<(String, u64)>> {
-        self.verified.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -26,6 +26,32 @@ pub struct Writer {
     temporary: PathBuf,
     step: u64,
     generation: u64,
+    fence: Option<Fence>,
+}
+
+/// The file with which the last process to take a run's folder has named itself.
+#[derive(Clone, Debug)]
+pub struct Fence {
+    path: PathBuf,
+    announced: String,
+}
+
+impl Fence {
+    /// This process has written `announced` to the file.
+    pub fn new(path: PathBuf, announced: String) -> Self {
+        Self { path, announced }
+    }
+
+    fn check(&self) -> Result<(), CheckpointError> {
+        let found = std::fs::read_to_string(&self.path).map_err(|e| CheckpointError::io("read", &self.path, &e))?;
+        if found == self.announced {
+            return Ok(());
+        }
+        Err(CheckpointError::NotSaved(format!(
+            "another process has taken the directory of the run, as `{}` says: a later generation of the job",
+            self.path.display()
+        )))
+    }
 }
 
 impl Writer {
@@ -40,7 +66,14 @@ impl Writer {
             temporary,
             step,
             generation,
+            fence: None,
         }
+    }
+
+    /// The checkpoint is only committed while no later process has taken the folder of the run.
+    #[must_use]
+    pub fn fenced(self, fence: Option<Fence>) -> Self {
+        Self { fence, ..self }
     }
 
     /// Prepares the folder, on the rank that will commit. Deletes what saves of this generation and those before it
@@ -118,7 +151,8 @@ impl Writer {
             Some(step) => Some(step),
             None => folder::newest_step(&self.out_dir).map_err(unread)?,
         };
-        if let Some(latest) = latest.filter(|latest| *latest > ours) {
+        self.check_fence()?;
+        if let Some(latest) = latest.filter(|latest| *latest > ours && self.fence.is_none()) {
             // `latest` never goes back: this rank has not noticed that its generation is over.
             return Err(CheckpointError::NotSaved(format!(
                 "the checkpoint of step {ours} is older than the latest, of step {latest}: the job wrote that one after a later restart"
@@ -137,9 +171,14 @@ impl Writer {
             if named.is_none() {
                 self.sync_above()?;
             }
+            self.check_fence()?;
             folder::point_latest(self.storage.as_ref(), &self.out_dir, self.step)?;
         }
         Ok(target)
+    }
+
+    fn check_fence(&self) -> Result<(), CheckpointError> {
+        self.fence.as_ref().map_or(Ok(()), Fence::check)
     }
 
     fn merge(&self, state: &State, stems: &[impl AsRef<str>]) -> Result<Manifest, CheckpointError> {
@@ -186,7 +225,7 @@ impl Writer {
             let is_here = folder.as_os_str().is_empty();
             let folder = if is_here { Path::new(".") } else { folder };
             match self.storage.run(DiskStep::SyncFolder(folder)) {
-                // Who may not open it has not made it; and what has no names on a disk cannot be asked to keep them.
+                // We did not create a folder that we may not open; and what has no names on a disk cannot be asked to keep them.
                 Err(CheckpointError::Io {
                     kind: ErrorKind::PermissionDenied | ErrorKind::InvalidInput,
                     ..

@@ -1,8 +1,10 @@
 //! The ordered queue of one group of ranks.
 
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
 
 use super::error::{CollectiveError, Failure, name};
 use super::operation::{Completion, Descriptor, Operation, ReduceOp, Request, Traffic, Work};
@@ -146,7 +148,7 @@ impl Communicator {
                         what: format!("the system cannot start a thread for `{name}`"),
                         cause: error.to_string(),
                     };
-                    driver.lock().unwrap_or_else(PoisonError::into_inner).poison = Some(why);
+                    driver.lock().poison = Some(why);
                     Queue::Inline
                 }
             },
@@ -215,7 +217,10 @@ impl Communicator {
     pub fn alloc_shared(&self, device: &Arc<dyn Device>, spec: &ArenaSpec) -> Result<Arena, CollectiveError> {
         let (bytes, name) = (spec.bytes(), &spec.name);
         let call = |transport: &mut dyn Transport, wait: &Wait| transport.alloc_shared(device, spec, wait);
-        self.driver().set_up("shared allocation", bytes, name, call)
+        self.0
+            .driver
+            .lock()
+            .set_up("shared allocation", bytes, name, call)
     }
 
     /// The subgroup of this rank. Every rank of the group must call it, each with the subgroup that it belongs to
@@ -234,7 +239,7 @@ impl Communicator {
         executor: Executor,
         ahead: usize,
     ) -> Result<Self, CollectiveError> {
-        let transport = self.driver().set_up("split", 0, name, |transport, wait| {
+        let transport = self.0.driver.lock().set_up("split", 0, name, |transport, wait| {
             transport.split(name, members, wait)
         })?;
         let info = &*self.0.info;
@@ -259,21 +264,20 @@ impl Communicator {
     /// Bytes that this rank has put on the wire in this group, by the operations that are done. Does not wait for an
     /// operation that runs.
     pub fn wire_bytes(&self) -> WireBytes {
-        *self.0.info.wire()
+        *self.0.info.wire.lock()
     }
 
     /// Ends the executor after the operations that are queued. Without it, the last clone's drop closes the queue
     /// and the thread ends by itself. On a stream: waits for what is in it and leaves the group.
     pub fn shutdown(&self) {
         if let Queue::Thread(thread) = &self.0.queue
-            && let Some(QueueThread { sender, thread }) =
-                thread.lock().unwrap_or_else(PoisonError::into_inner).take()
+            && let Some(QueueThread { sender, thread }) = thread.lock().take()
         {
             drop(sender);
             let _ = thread.join();
         }
         let wait = self.0.info.wait();
-        self.driver().transport.shutdown(&wait);
+        self.0.driver.lock().transport.shutdown(&wait);
     }
 
     /// Instead of [`Communicator::shutdown`] where the process is about to end because something failed: on a stream,
@@ -281,7 +285,7 @@ impl Communicator {
     pub fn abandon(&self) {
         // Elsewhere an operation may hold the driver.
         if matches!(self.0.queue, Queue::Stream) {
-            self.driver().transport.abandon();
+            self.0.driver.lock().transport.abandon();
         }
     }
 
@@ -294,7 +298,7 @@ impl Communicator {
             tag,
         };
         if matches!(self.0.queue, Queue::Stream) {
-            return self.driver().enqueue(&request, &after);
+            return self.0.driver.lock().enqueue(&request, &after);
         }
         let (work, completion) = Work::pair(&format!("{operation} ({})", request.tag));
         let queued = QueuedOperation {
@@ -304,19 +308,15 @@ impl Communicator {
         };
         match &self.0.queue {
             Queue::Thread(thread) => {
-                let thread = thread.lock().unwrap_or_else(PoisonError::into_inner);
+                let thread = thread.lock();
                 if let Some(thread) = thread.as_ref() {
                     // A closed queue drops the operation, whose event then fails with a name.
                     let _ = thread.sender.send(queued);
                 }
             }
-            Queue::Inline | Queue::Stream => self.driver().execute(queued),
+            Queue::Inline | Queue::Stream => self.0.driver.lock().execute(queued),
         }
         work
-    }
-
-    fn driver(&self) -> MutexGuard<'_, Driver> {
-        self.0.driver.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -324,10 +324,6 @@ impl CommunicatorInfo {
     /// The bound of one operation that starts now.
     fn wait(&self) -> Wait {
         Wait::new(self.timeout, &self.cancel)
-    }
-
-    fn wire(&self) -> MutexGuard<'_, WireBytes> {
-        self.wire.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn error(&self, operation: String, failure: Failure) -> CollectiveError {
@@ -383,10 +379,7 @@ impl QueueThread {
             .name(format!("ddp-comm-{name}"))
             .spawn(move || {
                 for queued in receiver {
-                    driver
-                        .lock()
-                        .unwrap_or_else(PoisonError::into_inner)
-                        .execute(queued);
+                    driver.lock().execute(queued);
                 }
             })?;
         Ok(Self { sender, thread })
@@ -421,7 +414,7 @@ impl Driver {
         let held = request.buffer.hold()?;
         let wait = self.info.wait().reporting_to(&self.info.pending);
         let bytes = self.transport.execute(request, held, &wait)?;
-        self.info.wire().count(request.traffic, bytes);
+        self.info.wire.lock().count(request.traffic, bytes);
         Ok(Some(Interval::Host([started, Instant::now()])))
     }
 
@@ -436,7 +429,7 @@ impl Driver {
             Ok(work) => {
                 let CommunicatorInfo { rank, members, .. } = &*self.info;
                 let bytes = Descriptor::of(request).wire_bytes(*rank, members.len());
-                self.info.wire().count(request.traffic, bytes);
+                self.info.wire.lock().count(request.traffic, bytes);
                 self.info.record(sequence, request, || work.interval());
                 let operation = request.name(sequence, &self.info.name);
                 Work::enqueued(work, members[*rank], operation)

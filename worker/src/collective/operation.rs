@@ -2,8 +2,10 @@
 
 use std::fmt;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
 
 use super::error::{CollectiveError, Failure, name};
 use crate::device::{Buffer, DType, Device, DeviceError, Event, Signal, Stream};
@@ -244,7 +246,7 @@ impl Work {
         let seen = slot.clone();
         let work = Self {
             event,
-            outcome: Arc::new(move || seen.lock().unwrap_or_else(PoisonError::into_inner).clone()),
+            outcome: Arc::new(move || seen.lock().clone()),
         };
         (work, Completion { signal, slot })
     }
@@ -330,7 +332,7 @@ impl Completion {
             Ok(_) => Ok(()),
             Err(error) => Err(DeviceError::Upstream(error.to_string())),
         };
-        *self.slot.lock().unwrap_or_else(PoisonError::into_inner) = Some(outcome);
+        *self.slot.lock() = Some(outcome);
         self.signal.set(result);
     }
 }

@@ -3,11 +3,12 @@
 
 use std::io;
 use std::os::fd::AsFd;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use parking_lot::Mutex;
 
 use super::error::Failure;
 use super::operation::Request;
@@ -188,7 +189,7 @@ impl Pending {
     }
 
     fn begin(&self, kind: CallKind) {
-        *self.lock() = Some(PendingCall {
+        *self.call.lock() = Some(PendingCall {
             kind,
             since: Instant::now(),
             absent: Vec::new(),
@@ -196,27 +197,23 @@ impl Pending {
     }
 
     pub(super) fn end(&self) {
-        *self.lock() = None;
+        *self.call.lock() = None;
     }
 
     /// It waits for these global ranks. A set-up waits for one after the other: each wait has its own begin.
     fn set_absent(&self, ranks: Vec<usize>) {
-        if let Some(call) = self.lock().as_mut() {
+        if let Some(call) = self.call.lock().as_mut() {
             if matches!(call.kind, CallKind::SetUp(_)) && call.absent != ranks {
                 call.since = Instant::now();
             }
             call.absent = ranks;
         }
     }
-
-    fn lock(&self) -> MutexGuard<'_, Option<PendingCall>> {
-        self.call.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 impl Waiting for Pending {
     fn waiting(&self) -> Option<Wanted> {
-        let call = self.lock();
+        let call = self.call.lock();
         let call = call.as_ref()?;
         let what = match &call.kind {
             CallKind::SetUp(what) => format!("{what} of `{}`", self.communicator),

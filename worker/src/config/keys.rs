@@ -26,13 +26,8 @@ fn checked(source: &Source, prefix: &str, node: &Node) -> Result<Json, ConfigErr
             let (subject, found) = (subject(prefix), found(other));
             let what = format!("{subject} is {found}, expected a section with keys");
             let hint = meant_key(prefix, other);
-            return Err(source.error_at(
-                node.origin,
-                Problem {
-                    hint,
-                    ..Problem::new(prefix, what)
-                },
-            ));
+            let problem = Problem::new(prefix, what).with_optional_hint(hint);
+            return Err(source.error_at(node.origin, problem));
         }
     };
     let mut values = serde_json::Map::new();
@@ -107,13 +102,8 @@ impl Key {
             .allowed
             .hint(&node.value)
             .or_else(|| size_hint(path, &node.value));
-        Err(source.error_at(
-            node.origin,
-            Problem {
-                hint,
-                ..Problem::new(path, what)
-            },
-        ))
+        let problem = Problem::new(path, what).with_optional_hint(hint);
+        Err(source.error_at(node.origin, problem))
     }
 }
 

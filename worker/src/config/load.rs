@@ -31,11 +31,6 @@ pub struct Located {
 
 /// Reads the YAML at `path`, applies the overrides (`train.steps=20`) in order, and checks the result,
 /// the data files included.
-pub fn load(path: &Path, overrides: &[String]) -> Result<TrainConfig, ConfigError> {
-    load_located(path, overrides).map(|located| located.config)
-}
-
-/// As [`load`], for callers that report their own errors at the place of a key.
 pub fn load_located(path: &Path, overrides: &[String]) -> Result<Located, ConfigError> {
     let located = load_without_data(path, overrides)?;
     check_schedule(&located.config, &located.source)?;
@@ -61,10 +56,7 @@ pub fn load_without_data(path: &Path, overrides: &[String]) -> Result<Located, C
 fn read(path: &Path) -> Result<String, ConfigError> {
     let error = |what: String, hint: Option<&str>| ConfigError {
         place: path.display().to_string(),
-        problem: Problem {
-            hint: hint.map(ToOwned::to_owned),
-            ..Problem::new("", what)
-        },
+        problem: Problem::new("", what).with_optional_hint(hint.map(ToOwned::to_owned)),
     };
     let failed = |e: std::io::Error| match e.kind() {
         std::io::ErrorKind::NotFound => error(
@@ -102,38 +94,30 @@ fn read(path: &Path) -> Result<String, ConfigError> {
 /// Most steps of a timeline: a person does not compare more side by side.
 const MAX_TIMELINE_STEPS: u64 = 100;
 
-/// A key that has an effect only where other keys have certain values.
-struct Condition {
-    key: &'static str,
-    /// The other keys and values, as a message names them.
-    needs: &'static str,
-    holds: fn(&TrainConfig) -> bool,
-}
-
-const fn only_with(key: &'static str, needs: &'static str, holds: fn(&TrainConfig) -> bool) -> Condition {
-    Condition { key, needs, holds }
-}
+/// A key that has an effect only where other keys have certain values: the key, the other keys and values as a message
+/// names them, and whether a configuration has those.
+type Condition = (&'static str, &'static str, fn(&TrainConfig) -> bool);
 
 #[rustfmt::skip]
 const CONDITIONS: &[Condition] = &[
-    only_with("model.n_kv_head", "`model.kind: llama`", is_llama),
-    only_with("model.norm_eps", "`model.kind: llama`", is_llama),
-    only_with("model.rope_theta", "`model.kind: llama`", is_llama),
-    only_with("model.rope_scaling", "`model.kind: llama`", is_llama),
-    only_with("train.optimizer.betas", "`train.optimizer.kind: adamw`, `lion` or `muon`", |c| c.train.optimizer.kind != OptimizerKind::Sgd),
-    only_with("train.optimizer.eps", "`train.optimizer.kind: adamw` or `muon`", |c| matches!(c.train.optimizer.kind, OptimizerKind::Adamw | OptimizerKind::Muon)),
-    only_with("train.optimizer.momentum", "`train.optimizer.kind: sgd` or `muon`", has_momentum),
-    only_with("train.optimizer.nesterov", "`train.optimizer.kind: sgd` or `muon`", has_momentum),
-    only_with("train.offload.dir", "`train.offload.optimizer: file`", |c| c.train.offload.optimizer == OptimizerOffload::File),
-    only_with("train.schedule.decay_steps", "`train.schedule.kind: wsd`", |c| c.train.schedule.kind == LearningRate::Wsd),
-    only_with("train.base_batch", "`train.lr_scaling: linear`", |c| c.train.lr_scaling == LrScaling::Linear),
-    only_with("parallel.sync", "`parallel.strategy: ddp`", |c| c.parallel.strategy == Strategy::Ddp),
-    only_with("parallel.reduce_dtype", "`train.precision: bf16`", |c| c.train.precision == Precision::Bf16),
-    only_with("parallel.shard_group", "`parallel.strategy: zero1`, `zero2` or `zero3`", |c| c.parallel.strategy != Strategy::Ddp),
-    only_with("parallel.accumulate", "`parallel.strategy: zero2` or `zero3`", holds_shards),
-    only_with("parallel.persist_below", "`parallel.strategy: zero3`", |c| c.parallel.strategy == Strategy::Zero3),
-    only_with("parallel.reshard_after_forward", "`parallel.strategy: zero3`", |c| c.parallel.strategy == Strategy::Zero3),
-    only_with("parallel.sequence", "`parallel.tensor` above 1", |c| c.parallel.tensor > 1),
+    ("model.n_kv_head", "`model.kind: llama`", is_llama),
+    ("model.norm_eps", "`model.kind: llama`", is_llama),
+    ("model.rope_theta", "`model.kind: llama`", is_llama),
+    ("model.rope_scaling", "`model.kind: llama`", is_llama),
+    ("train.optimizer.betas", "`train.optimizer.kind: adamw`, `lion` or `muon`", |c| c.train.optimizer.kind != OptimizerKind::Sgd),
+    ("train.optimizer.eps", "`train.optimizer.kind: adamw` or `muon`", |c| matches!(c.train.optimizer.kind, OptimizerKind::Adamw | OptimizerKind::Muon)),
+    ("train.optimizer.momentum", "`train.optimizer.kind: sgd` or `muon`", has_momentum),
+    ("train.optimizer.nesterov", "`train.optimizer.kind: sgd` or `muon`", has_momentum),
+    ("train.offload.dir", "`train.offload.optimizer: file`", |c| c.train.offload.optimizer == OptimizerOffload::File),
+    ("train.schedule.decay_steps", "`train.schedule.kind: wsd`", |c| c.train.schedule.kind == LearningRate::Wsd),
+    ("train.base_batch", "`train.lr_scaling: linear`", |c| c.train.lr_scaling == LrScaling::Linear),
+    ("parallel.sync", "`parallel.strategy: ddp`", |c| c.parallel.strategy == Strategy::Ddp),
+    ("parallel.reduce_dtype", "`train.precision: bf16`", |c| c.train.precision == Precision::Bf16),
+    ("parallel.shard_group", "`parallel.strategy: zero1`, `zero2` or `zero3`", |c| c.parallel.strategy != Strategy::Ddp),
+    ("parallel.accumulate", "`parallel.strategy: zero2` or `zero3`", holds_shards),
+    ("parallel.persist_below", "`parallel.strategy: zero3`", |c| c.parallel.strategy == Strategy::Zero3),
+    ("parallel.reshard_after_forward", "`parallel.strategy: zero3`", |c| c.parallel.strategy == Strategy::Zero3),
+    ("parallel.sequence", "`parallel.tensor` above 1", |c| c.parallel.tensor > 1),
 ];
 
 fn is_llama(config: &TrainConfig) -> bool {
@@ -163,11 +147,10 @@ fn without_effect(config: &TrainConfig) -> Option<Problem> {
     };
     let [values, defaults] =
         [config, &defaults].map(|config| serde_json::to_value(config).unwrap_or_default());
-    let is_broken = |condition: &&Condition| {
-        let pointer = format!("/{}", condition.key.replace('.', "/"));
-        values.pointer(&pointer) != defaults.pointer(&pointer) && !(condition.holds)(config)
-    };
-    let Condition { key, needs, .. } = CONDITIONS.iter().find(is_broken)?;
+    let (key, needs, _) = CONDITIONS.iter().find(|(key, _, holds)| {
+        let pointer = format!("/{}", key.replace('.', "/"));
+        values.pointer(&pointer) != defaults.pointer(&pointer) && !holds(config)
+    })?;
     Some(Problem::new(*key, format!("`{key}` has no effect without {needs}")).with_hint("leave it out"))
 }
 
@@ -334,8 +317,5 @@ fn data_error(source: &Source, key: &str, error: &DataError) -> ConfigError {
         ),
     };
     let what = format!("`{key}` is `{}`, which {problem}", path.display());
-    source.locate(Problem {
-        hint,
-        ..Problem::new(key, what)
-    })
+    source.locate(Problem::new(key, what).with_optional_hint(hint))
 }

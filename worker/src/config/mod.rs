@@ -10,7 +10,7 @@
 //! | `source.rs` | YAML and `--set` as a tree in which each value knows where it came from |
 //! | `problem.rs` | what is wrong with a value, and where it stands |
 //! | `keys.rs` | the pass that checks a file against the table |
-//! | `load.rs` | [`load`], [`load_located`], [`load_without_data`]: file and overrides to a checked configuration; rules over several keys |
+//! | `load.rs` | [`load_located`], [`load_without_data`]: file and overrides to a checked configuration; rules over several keys |
 //! | `reference.rs` | [`reference()`]: the table of keys as Markdown |
 
 mod keys;
@@ -24,7 +24,7 @@ mod table;
 mod tests;
 
 pub(crate) use keys::out_of_range;
-pub use load::{Located, MAX_FILE_BYTES, load, load_located, load_without_data};
+pub use load::{Located, MAX_FILE_BYTES, load_located, load_without_data};
 pub use problem::{ConfigError, Problem};
 pub use reference::reference;
 pub(crate) use schema::star_matches;

@@ -25,10 +25,13 @@ impl Problem {
     /// The same with a hint.
     #[must_use]
     pub fn with_hint(self, hint: impl Into<String>) -> Self {
-        Self {
-            hint: Some(hint.into()),
-            ..self
-        }
+        self.with_optional_hint(Some(hint.into()))
+    }
+
+    /// The same with a hint, where there is one.
+    #[must_use]
+    pub fn with_optional_hint(self, hint: Option<String>) -> Self {
+        Self { hint, ..self }
     }
 }
 

@@ -1,5 +1,5 @@
 //! `train.yaml` as types. A line of a section is a field, its row in the table of keys, and its line in
-//! `docs/reference.md`: adding a key touches this file only, and the code that reads it.
+//! `docs/reference.md`: adding a key touches this file and the code that reads it; CONTRIBUTING.md lists the rest.
 
 use std::collections::BTreeMap;
 use std::fmt;

@@ -22,11 +22,8 @@ impl Source {
     pub(super) fn parse(path: &Path, text: &str, overrides: &[String]) -> Result<Self, ConfigError> {
         let not_valid = |error: SyntaxError| ConfigError {
             place: place_in(path, error.line),
-            problem: Problem {
-                key: String::new(),
-                what: format!("not valid YAML: {}", error.what),
-                hint: error.hint.map(ToOwned::to_owned),
-            },
+            problem: Problem::new("", format!("not valid YAML: {}", error.what))
+                .with_optional_hint(error.hint.map(ToOwned::to_owned)),
         };
         // The parser takes a tab in front of the first key for a part of a value, and one after a line with a value for a
         // part of that line.

@@ -7,8 +7,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use ddp_proto::words::counted;
+use safetensors::tensor::Dtype;
 
-use super::{DataError, TokenFile, Vocabulary, Width};
+use super::token_file::{TokenFile, width};
+use super::{DataError, Vocabulary};
 use crate::config::{self, Paths, Tokenizer, star_matches};
 
 /// Without validation data, one in this many tokens is held out at the end of the training data.
@@ -117,7 +119,7 @@ impl Tokens {
     /// files: files record their total, and a part may differ from it by a fifth.
     pub fn bytes_per_token(&self) -> Option<f64> {
         let all = self.borders[self.files.len()];
-        let is_text = || self.files.iter().all(|file| file.width() == Width::U8);
+        let is_text = || self.files.iter().all(|file| file.dtype() == Dtype::U8);
         if self.range != (0..all) && !is_text() {
             return None;
         }
@@ -137,7 +139,7 @@ impl Tokens {
         let most = (FINGERPRINT_BYTES / parts.len().max(1)).max(MIN_FINGERPRINT_BYTES);
         let mut hash = blake3::Hasher::new();
         for (file, part) in &parts {
-            let width = file.width().bytes();
+            let width = width(file.dtype());
             let tokens = part.len().min(most / width);
             let mut end = vec![0; tokens * width];
             for start in [part.start, part.end - tokens] {

@@ -128,15 +128,6 @@ impl BatchShape {
     }
 }
 
-/// Samples of one step, over all ranks: a range of the global stream.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct StepSamples {
-    /// The first one.
-    pub first: u64,
-    /// The number of blocks, at least one.
-    pub count: u64,
-}
-
 /// Fills micro-batches for one rank. It has no state that moves: a step can be asked for again.
 #[derive(Clone)]
 pub struct Loader {
@@ -185,19 +176,16 @@ impl Loader {
 
     /// Samples consumed by all ranks before `step` (counted from 0) begins.
     pub fn consumed_before(&self, step: u64) -> u64 {
-        self.samples(step).first
+        self.samples(step).start
     }
 
-    /// Samples of `step` (counted from 0).
-    pub fn samples(&self, step: u64) -> StepSamples {
+    /// Samples of `step` (counted from 0) over all ranks, at least one: a range of the global stream.
+    pub fn samples(&self, step: u64) -> Range<u64> {
         let (first_step, consumed) = self.origin;
         let (batch, epoch) = (self.shape.global_batch(), self.sampler.blocks());
         let n = step.saturating_sub(first_step);
         if self.last_batch == LastBatch::Wrap {
-            return StepSamples {
-                first: consumed + n * batch,
-                count: batch,
-            };
+            return consumed + n * batch..consumed + (n + 1) * batch;
         }
         // What is left of the epoch in which this life of the run began comes first, then whole epochs.
         let left = epoch - consumed % epoch;
@@ -208,21 +196,24 @@ impl Loader {
                 (consumed + left + n / steps * epoch, epoch, n % steps)
             }
         };
-        StepSamples {
-            first: start + n * batch,
-            count: batch.min(len - n * batch),
-        }
+        start + n * batch..start + len.min((n + 1) * batch)
+    }
+
+    /// Number of samples of `step`, over all ranks.
+    pub fn sample_count(&self, step: u64) -> u64 {
+        let samples = self.samples(step);
+        samples.end - samples.start
     }
 
     /// Number in the run of the first sample of micro-batch `m` of `step` on this rank; the others follow it.
     pub fn first_sample(&self, step: u64, m: u64) -> u64 {
-        self.samples(step).first + self.shape.sample(0, m, 0)
+        self.samples(step).start + self.shape.sample(0, m, 0)
     }
 
     /// Micro-batches of `step`: as many as have a sample on any rank.
     pub fn passes(&self, step: u64) -> u64 {
         let of_all_ranks = self.shape.world * self.shape.micro_batch;
-        self.samples(step).count.div_ceil(of_all_ranks)
+        self.sample_count(step).div_ceil(of_all_ranks)
     }
 
     /// Passes over the data before `step` begins, as a fraction.
@@ -245,25 +236,11 @@ impl Loader {
             "step {step} is before the first, {}",
             self.origin.0
         );
-        let samples = self.samples(step);
         let expected = self.shape.micro_batch as usize * self.block_size;
         assert_eq!((inputs.len(), targets.len()), (expected, expected));
-        let rows = inputs
-            .chunks_mut(self.block_size)
-            .zip(targets.chunks_mut(self.block_size));
-        let mut filled = 0;
-        for (i, (inputs, targets)) in rows.enumerate() {
-            let place = self.shape.sample(0, m, i as u64);
-            if place < samples.count {
-                let (_, block) = self.sampler.block(self.first_sample(step, m) + i as u64);
-                self.tokens.read_block(block, inputs, targets)?;
-                filled += 1;
-            } else {
-                inputs.fill(0);
-                targets.fill(IGNORED);
-            }
-        }
-        Ok(filled)
+        let own = self.first_sample(step, m)..self.samples(step).end;
+        let blocks = own.map(|sample| self.sampler.block(sample).1);
+        fill_batch(&self.tokens, blocks, self.block_size, (inputs, targets))
     }
 }
 
@@ -275,24 +252,26 @@ pub fn eval_blocks(blocks: u64, rank: u64, world: u64) -> Range<u64> {
     cut(rank)..cut(rank + 1)
 }
 
-/// Fills a micro-batch `(rows, block_size)` with validation blocks, one a row. Rows that are left have only targets that are
-/// [`IGNORED`].
-pub fn fill_eval_batch(
+/// Fills a micro-batch `(rows, block_size)` with blocks, one a row, and returns the number of rows that have one. The
+/// other rows have only targets that are [`IGNORED`].
+pub fn fill_batch(
     tokens: &Tokens,
-    mut blocks: Range<u64>,
+    mut blocks: impl Iterator<Item = u64>,
     block_size: usize,
     (inputs, targets): (&mut [i32], &mut [i32]),
-) -> Result<(), DataError> {
+) -> Result<usize, DataError> {
+    let mut filled = 0;
     let rows = inputs.chunks_mut(block_size).zip(targets.chunks_mut(block_size));
     for (inputs, targets) in rows {
         if let Some(block) = blocks.next() {
             tokens.read_block(block, inputs, targets)?;
+            filled += 1;
         } else {
             inputs.fill(0);
             targets.fill(IGNORED);
         }
     }
-    Ok(())
+    Ok(filled)
 }
 
 #[cfg(test)]
@@ -476,11 +455,12 @@ mod tests {
             let mut next = consumed;
             for step in 5..40 {
                 let samples = loader.samples(step);
-                prop_assert_eq!(samples.first, next);
-                prop_assert!((1..=shape.global_batch()).contains(&samples.count));
-                next += samples.count;
-                prop_assert!(samples.first / blocks == (next - 1) / blocks, "a batch lies within an epoch");
-                let is_short = samples.count < shape.global_batch();
+                let count = loader.sample_count(step);
+                prop_assert_eq!(samples.start, next);
+                prop_assert!((1..=shape.global_batch()).contains(&count));
+                next += count;
+                prop_assert!(samples.start / blocks == (next - 1) / blocks, "a batch lies within an epoch");
+                let is_short = count < shape.global_batch();
                 prop_assert!(!is_short || next % blocks == 0);
             }
         }

@@ -3,32 +3,29 @@
 //! | file | what it holds |
 //! |---|---|
 //! | `vocabulary.rs` | [`Vocabulary`]: how many tokens a tokenizer has, and what identifies it |
-//! | `mapped_file.rs` | a file, mapped into memory; [`DataError`]: what can be wrong with the data |
+//! | `data_file.rs` | a file that is read as its bytes are asked for; [`DataError`]: what can be wrong with the data |
 //! | `token_file.rs` | a text, or a file of tokens of a kind that its first bytes identify |
 //! | `dataset.rs` | [`Dataset`]: the training and the validation [`Tokens`] of a configuration, in files that [`matching()`] finds |
-//! | `loader.rs` | [`Sampler`]: which block is sample `n` of the run; [`Loader`]: the samples of one rank; [`eval_blocks`]: its share of the validation, and [`fill_eval_batch`] |
+//! | `loader.rs` | [`Sampler`]: which block is sample `n` of the run; [`Loader`]: the samples of one rank; [`eval_blocks`]: its share of the validation, and [`fill_batch`] |
 //! | `entropy.rs` | [`Entropies`]: what models that only count reach |
 //!
 //! The samples of a run are one global stream: sample `n` is the same at any number of ranks, so that a
 //! run goes on at the same place from the number of consumed samples alone.
 
+mod data_file;
 mod dataset;
 mod entropy;
 mod loader;
-mod mapped_file;
 #[cfg(test)]
 mod tests;
 pub(crate) mod token_file;
 mod vocabulary;
 
+pub use data_file::DataError;
+pub(crate) use data_file::open_regular;
 pub use dataset::{Dataset, HELD_OUT_PART, MAX_FILES, Tokens, matching};
 pub use entropy::Entropies;
-pub use loader::{
-    BatchShape, IGNORED, Loader, ORDER_VERSION, Sampler, StepSamples, eval_blocks, fill_eval_batch,
-};
-pub use mapped_file::DataError;
-pub(crate) use mapped_file::open_regular;
-use token_file::TokenFile;
-pub use token_file::{TokenFacts, Width};
+pub use loader::{BatchShape, IGNORED, Loader, ORDER_VERSION, Sampler, eval_blocks, fill_batch};
+pub use token_file::TokenFacts;
 pub use vocabulary::Vocabulary;
 pub(crate) use vocabulary::read_tokenizer;

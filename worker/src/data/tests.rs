@@ -4,9 +4,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use proptest::prelude::*;
+use safetensors::tensor::Dtype;
 
 use super::token_file::{header, other_tokenizer};
-use super::{DataError, TokenFacts, Tokens, Vocabulary, Width};
+use super::{DataError, TokenFacts, Tokens, Vocabulary};
 use crate::config::{Paths, Tokenizer};
 
 /// A llm.c file with this header, and `tokens` as 16 bits.
@@ -38,7 +39,7 @@ fn facts(text_bytes: u64) -> TokenFacts {
 }
 
 fn ours(tokens: &[u16], facts: &TokenFacts) -> Vec<u8> {
-    let mut bytes = header(Width::U16, tokens.len(), facts).unwrap();
+    let mut bytes = header(Dtype::U16, tokens.len(), facts).unwrap();
     bytes.extend(tokens.iter().flat_map(|token| token.to_le_bytes()));
     bytes
 }

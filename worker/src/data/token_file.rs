@@ -9,10 +9,11 @@ use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 use std::sync::Arc;
 
+use ddp_proto::words::quoted;
 use safetensors::tensor::{Dtype, Metadata, TensorInfo};
 use serde::Serialize;
 
-use super::mapped_file::MappedFile;
+use super::data_file::DataFile;
 use super::{DataError, Vocabulary};
 
 /// What a token file made of a text is called: the text's name with this behind it.
@@ -20,7 +21,7 @@ const SUFFIX: &str = "safetensors";
 
 /// Tokens of one vocabulary in a file that is read as they are asked for.
 pub(super) struct TokenFile {
-    file: MappedFile,
+    file: DataFile,
     layout: Layout,
     vocabulary: Arc<Vocabulary>,
 }
@@ -33,15 +34,27 @@ impl TokenFile {
         vocabulary: &Arc<Vocabulary>,
         tokenizer: &str,
     ) -> Result<Self, DataError> {
-        let file = MappedFile::open(path)?;
+        let file = DataFile::open(path)?;
         let empty = || DataError::file(path, "is empty", None);
         if file.len() == 0 {
             return Err(empty());
         }
         let refused = |problem: String, hint: &str| Err(DataError::file(path, problem, Some(hint)));
         let wanted = &vocabulary.name;
-        let layout = match (Layout::recognise(&file)?, vocabulary.is_bytes()) {
-            (None, true) => Layout::of_text(&file),
+        let recognised = match llm_c_layout(&file)? {
+            Some(layout) => Some(layout),
+            None => named_layout(&file)?,
+        };
+        let layout = match (recognised, vocabulary.is_bytes()) {
+            (None, true) => Layout {
+                start: 0,
+                dtype: Dtype::U8,
+                tokens: file.len(),
+                facts: TokenFacts {
+                    text_bytes: Some(file.len() as u64),
+                    ..TokenFacts::default()
+                },
+            },
             (Some(Layout { facts, .. }), true) => {
                 let made_with = facts.tokenizer.map_or_else(
                     || "set `data.tokenizer` to the one that it was made with".into(),
@@ -89,15 +102,15 @@ impl TokenFile {
         &self.layout.facts
     }
 
-    /// Bytes of a token.
-    pub(super) fn width(&self) -> Width {
-        self.layout.width
+    /// How a token is stored, little-endian.
+    pub(super) fn dtype(&self) -> Dtype {
+        self.layout.dtype
     }
 
     /// Copies the tokens from `start` into `out`. A number that the vocabulary does not have is an error: a model
     /// has no row for it.
     pub(super) fn read(&self, start: usize, out: &mut [i32]) -> Result<(), DataError> {
-        let width = self.layout.width.bytes();
+        let width = width(self.layout.dtype);
         let mut bytes = vec![0; out.len() * width];
         self.read_stored(start, &mut bytes)?;
         let last = (self.vocabulary.size - 1) as u32;
@@ -118,7 +131,7 @@ impl TokenFile {
     /// Copies the bytes of the tokens from `start`, as they are stored, into `out`, which has room for whole ones of
     /// this file.
     pub(super) fn read_stored(&self, start: usize, out: &mut [u8]) -> Result<(), DataError> {
-        let width = self.layout.width.bytes();
+        let width = width(self.layout.dtype);
         self.file.read(self.layout.start + start * width, out)
     }
 }
@@ -159,36 +172,14 @@ fn command(path: &Path, tokenizer: &str, name: &str) -> String {
     )
 }
 
-/// The word, quoted for a shell if it needs quotes.
-fn quoted(word: &str) -> String {
-    let is_plain = |c: char| c.is_alphanumeric() || "_-./=:,+@%".contains(c);
-    if !word.is_empty() && word.chars().all(is_plain) {
-        return word.to_owned();
-    }
-    format!("'{}'", word.replace('\'', r"'\''"))
+/// The narrowest type in which every token of a vocabulary has room.
+pub(crate) fn dtype_of_vocabulary(size: usize) -> Dtype {
+    if size <= 1 << 16 { Dtype::U16 } else { Dtype::U32 }
 }
 
-/// Bytes of a token in a file.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Width {
-    /// A byte of a text.
-    U8 = 1,
-    /// Two bytes, little-endian.
-    U16 = 2,
-    /// Four bytes, little-endian.
-    U32 = 4,
-}
-
-impl Width {
-    /// The smallest in which every token of a vocabulary has room.
-    pub fn of_vocabulary(size: usize) -> Self {
-        if size <= 1 << 16 { Self::U16 } else { Self::U32 }
-    }
-
-    /// The number of bytes.
-    pub const fn bytes(self) -> usize {
-        self as usize
-    }
+/// Bytes of a token.
+pub(crate) fn width(dtype: Dtype) -> usize {
+    dtype.bitsize() / 8
 }
 
 /// The metadata of a token file, under the names of these fields.
@@ -211,32 +202,9 @@ pub struct TokenFacts {
 struct Layout {
     /// Bytes before the first token.
     start: usize,
-    width: Width,
+    dtype: Dtype,
     tokens: usize,
     facts: TokenFacts,
-}
-
-impl Layout {
-    /// The layout of a text: every byte is a token.
-    fn of_text(file: &MappedFile) -> Self {
-        Self {
-            start: 0,
-            width: Width::U8,
-            tokens: file.len(),
-            facts: TokenFacts {
-                text_bytes: Some(file.len() as u64),
-                ..TokenFacts::default()
-            },
-        }
-    }
-
-    /// The layout of a token file, if it is of a known kind.
-    fn recognise(file: &MappedFile) -> Result<Option<Self>, DataError> {
-        match llm_c_layout(file)? {
-            Some(layout) => Ok(Some(layout)),
-            None => named_layout(file),
-        }
-    }
 }
 
 /// The header of the file at `path` has contents that are not known.
@@ -251,7 +219,7 @@ fn wrong_header(path: &Path, what: impl std::fmt::Display) -> DataError {
 }
 
 /// An error if the file is not as long as its header says.
-fn check_length(file: &MappedFile, promised: u64) -> Result<(), DataError> {
+fn check_length(file: &DataFile, promised: u64) -> Result<(), DataError> {
     let found = file.len() as u64;
     if found == promised {
         return Ok(());
@@ -267,10 +235,10 @@ fn check_length(file: &MappedFile, promised: u64) -> Result<(), DataError> {
 const LLM_C_HEADER_BYTES: usize = 256 * 4;
 
 /// First integer, second integer, and what follows.
-const KINDS: [(i32, i32, Width); 2] = [(20_240_520, 1, Width::U16), (20_240_801, 7, Width::U32)];
+const KINDS: [(i32, i32, Dtype); 2] = [(20_240_520, 1, Dtype::U16), (20_240_801, 7, Dtype::U32)];
 
 /// Layout of `file`, if it is of this kind.
-fn llm_c_layout(file: &MappedFile) -> Result<Option<Layout>, DataError> {
+fn llm_c_layout(file: &DataFile) -> Result<Option<Layout>, DataError> {
     let mut header = [0; 3 * 4];
     if file.len() < header.len() {
         return Ok(None);
@@ -278,7 +246,7 @@ fn llm_c_layout(file: &MappedFile) -> Result<Option<Layout>, DataError> {
     file.read(0, &mut header)?;
     let number = |i: usize| i32::from_le_bytes([0, 1, 2, 3].map(|j| header[4 * i + j]));
     let (magic, version, count) = (number(0), number(1), number(2));
-    let Some((_, known, width)) = KINDS.into_iter().find(|kind| kind.0 == magic) else {
+    let Some((_, known, dtype)) = KINDS.into_iter().find(|kind| kind.0 == magic) else {
         return Ok(None);
     };
     let wrong = |what: String| wrong_header(file.path(), what);
@@ -287,17 +255,17 @@ fn llm_c_layout(file: &MappedFile) -> Result<Option<Layout>, DataError> {
         return Err(wrong(what));
     }
     let tokens = usize::try_from(count).map_err(|_| wrong(format!("it promises {count} tokens")))?;
-    check_length(file, (LLM_C_HEADER_BYTES + tokens * width.bytes()) as u64)?;
+    check_length(file, (LLM_C_HEADER_BYTES + tokens * width(dtype)) as u64)?;
     Ok(Some(Layout {
         start: LLM_C_HEADER_BYTES,
-        width,
+        dtype,
         tokens,
         facts: TokenFacts::default(),
     }))
 }
 
 /// Bytes of all that is before the first token in a file that we write. Fixed, since how many tokens there are is
-/// known at the end only; a multiple of the width of every token, so that a mapped file is aligned.
+/// known at the end only; a multiple of the width of every token, so that every token is aligned.
 pub(crate) const HEADER_BYTES: usize = 4096;
 /// Bytes of the length of the JSON, which comes first.
 const LENGTH_BYTES: usize = 8;
@@ -312,7 +280,7 @@ const KIND: &str = "format";
 const OURS: &str = "ddp-tokens/1";
 
 /// The header of a file of `tokens` tokens, [`HEADER_BYTES`] long, or `None` if `facts` do not fit.
-pub(crate) fn header(width: Width, tokens: usize, facts: &TokenFacts) -> Option<Vec<u8>> {
+pub(crate) fn header(dtype: Dtype, tokens: usize, facts: &TokenFacts) -> Option<Vec<u8>> {
     // Sorted, so that the same tokens are the same file.
     let mut metadata = BTreeMap::from([(KIND.to_owned(), OURS.to_owned())]);
     for (key, value) in serde_json::to_value(facts).ok()?.as_object()? {
@@ -323,15 +291,10 @@ pub(crate) fn header(width: Width, tokens: usize, facts: &TokenFacts) -> Option<
             metadata.insert(key.clone(), text);
         }
     }
-    let dtype = match width {
-        Width::U8 => Dtype::U8,
-        Width::U16 => Dtype::U16,
-        Width::U32 => Dtype::U32,
-    };
     let info = TensorInfo {
         dtype,
         shape: vec![tokens],
-        data_offsets: (0, tokens * width.bytes()),
+        data_offsets: (0, tokens * width(dtype)),
     };
     let mut json = serde_json::to_vec(&serde_json::json!({
         "__metadata__": metadata,
@@ -349,7 +312,7 @@ pub(crate) fn header(width: Width, tokens: usize, facts: &TokenFacts) -> Option<
 }
 
 /// Layout of `file`, if it is a safetensors file.
-fn named_layout(file: &MappedFile) -> Result<Option<Layout>, DataError> {
+fn named_layout(file: &DataFile) -> Result<Option<Layout>, DataError> {
     let mut first = [0; LENGTH_BYTES + 1];
     if file.len() < first.len() {
         return Ok(None);
@@ -372,15 +335,11 @@ fn named_layout(file: &MappedFile) -> Result<Option<Layout>, DataError> {
     let Some(info) = metadata.info(TENSOR) else {
         return Err(wrong(format!("there is no tensor `{TENSOR}`")));
     };
-    let width = match info.dtype {
-        Dtype::U16 => Width::U16,
-        Dtype::U32 => Width::U32,
-        other => {
-            return Err(wrong(format!(
-                "tensor `{TENSOR}` is {other:?}, expected U16 or U32"
-            )));
-        }
-    };
+    let dtype = info.dtype;
+    if !matches!(dtype, Dtype::U16 | Dtype::U32) {
+        let what = format!("tensor `{TENSOR}` is {dtype:?}, expected U16 or U32");
+        return Err(wrong(what));
+    }
     let &[tokens] = info.shape.as_slice() else {
         let what = format!(
             "tensor `{TENSOR}` has the shape {:?}, expected one dimension",
@@ -390,7 +349,7 @@ fn named_layout(file: &MappedFile) -> Result<Option<Layout>, DataError> {
     };
     let (from, to) = info.data_offsets;
     if tokens
-        .checked_mul(width.bytes())
+        .checked_mul(width(dtype))
         .is_none_or(|bytes| to.checked_sub(from) != Some(bytes))
     {
         return Err(wrong(format!(
@@ -401,7 +360,7 @@ fn named_layout(file: &MappedFile) -> Result<Option<Layout>, DataError> {
     let facts = facts(metadata.metadata().as_ref()).map_err(wrong)?;
     Ok(Some(Layout {
         start: start + from,
-        width,
+        dtype,
         tokens,
         facts,
     }))

@@ -8,7 +8,7 @@ use serde::Deserialize;
 use serde::de::{IgnoredAny, MapAccess, SeqAccess, Visitor};
 
 use super::DataError;
-use super::mapped_file::open_regular;
+use super::data_file::open_regular;
 use crate::config::Tokenizer;
 
 /// Byte-pair tokens of GPT-2 and the end of a text.

@@ -9,7 +9,9 @@ use std::any::Any;
 use std::fmt;
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut, Range};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
+
+use parking_lot::Mutex;
 
 use super::memory::Memory;
 use super::{DType, DeviceError, Element};
@@ -185,12 +187,6 @@ impl Arena {
 /// The byte behind so many elements from byte `start` on; none if that cannot be counted.
 fn end_of(start: usize, dtype: DType, len: usize) -> Option<usize> {
     len.checked_mul(dtype.bytes())?.checked_add(start)
-}
-
-impl Backing {
-    fn borrows(&self) -> MutexGuard<'_, Vec<Borrow>> {
-        self.borrows.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 impl fmt::Debug for Arena {
@@ -392,7 +388,7 @@ impl Held {
     /// Borrows the elements, unless that clashes with who has them.
     fn take(buffer: &Buffer, access: Access) -> Result<Self, DeviceError> {
         let bytes = buffer.arena.bytes_of(&buffer.range);
-        let mut borrows = buffer.arena.0.backing.borrows();
+        let mut borrows = buffer.arena.0.backing.borrows.lock();
         let overlaps = |b: &&Borrow| b.bytes.start < bytes.end && bytes.start < b.bytes.end;
         let exclusive = |b: &&Borrow| b.access.is_exclusive() || access.is_exclusive();
         if let Some(clash) = borrows.iter().filter(overlaps).find(exclusive) {
@@ -435,7 +431,7 @@ impl Drop for Held {
             bytes: arena.bytes_of(&self.buffer.range),
             access: self.access,
         };
-        let mut borrows = arena.0.backing.borrows();
+        let mut borrows = arena.0.backing.borrows.lock();
         match borrows.iter().position(|b| *b == own) {
             Some(at) if self.abandoned => borrows[at].access = Access::Abandoned,
             Some(at) => drop(borrows.swap_remove(at)),

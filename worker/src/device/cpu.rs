@@ -2,10 +2,10 @@
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use ddp_proto::words::counted;
+use parking_lot::Mutex;
 
 use super::{Arena, ArenaSpec, Buffer, Cpu, Device, DeviceError, Event, HostMemory, Sharing, Stream};
 use crate::ops::Op;
@@ -39,14 +39,10 @@ impl CpuDevice {
     }
 
     fn attempt(&self, stream: Stream, work: impl FnOnce() -> Result<(), DeviceError>) {
-        let has_failed = self.errors().contains_key(&stream);
+        let has_failed = self.errors.lock().contains_key(&stream);
         if !has_failed && let Err(error) = work() {
-            self.errors().insert(stream, error);
+            self.errors.lock().insert(stream, error);
         }
-    }
-
-    fn errors(&self) -> MutexGuard<'_, HashMap<Stream, DeviceError>> {
-        self.errors.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -77,7 +73,7 @@ impl Device for CpuDevice {
     }
 
     fn record(&self, stream: Stream) -> Event {
-        let error = self.errors().get(&stream).cloned();
+        let error = self.errors.lock().get(&stream).cloned();
         error.map_or_else(Event::reached, Event::failed)
     }
 
@@ -86,7 +82,7 @@ impl Device for CpuDevice {
     }
 
     fn synchronize(&self, stream: Stream) -> Result<(), DeviceError> {
-        self.errors().remove(&stream).map_or(Ok(()), Err)
+        self.errors.lock().remove(&stream).map_or(Ok(()), Err)
     }
 
     fn upload(&self, stream: Stream, dst: &Buffer, bytes: &[u8]) {

@@ -3,8 +3,10 @@
 use std::any::Any;
 use std::fmt;
 use std::ops::Deref;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex};
 
 use super::DeviceError;
 
@@ -51,7 +53,7 @@ impl Event {
     pub fn pair(what: impl Into<String>) -> (Self, Signal) {
         let shared = Arc::new(SignalState {
             what: what.into(),
-            progress: Mutex::default(),
+            result: Mutex::default(),
             reached: Condvar::new(),
         });
         (Self(shared.clone()), Signal(shared))
@@ -92,39 +94,20 @@ impl EventState for Over {
 
 struct SignalState {
     what: String,
-    progress: Mutex<Progress>,
+    result: Mutex<Option<Result<(), DeviceError>>>,
     reached: Condvar,
-}
-
-#[derive(Default)]
-struct Progress {
-    result: Option<Result<(), DeviceError>>,
-    /// Threads that wait. Without one, the system call that wakes them is left out.
-    waiting: usize,
-}
-
-impl SignalState {
-    fn lock(&self) -> MutexGuard<'_, Progress> {
-        self.progress.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 impl EventState for SignalState {
     fn poll(&self) -> Option<Result<(), DeviceError>> {
-        self.lock().result.clone()
+        self.result.lock().clone()
     }
 
     fn wait(&self, deadline: Instant) -> Result<(), DeviceError> {
         let started = Instant::now();
-        let left = deadline.saturating_duration_since(started);
-        let mut progress = self.lock();
-        progress.waiting += 1;
-        let waited = self
-            .reached
-            .wait_timeout_while(progress, left, |progress| progress.result.is_none());
-        let (mut progress, _) = waited.unwrap_or_else(PoisonError::into_inner);
-        progress.waiting -= 1;
-        progress.result.clone().unwrap_or_else(|| {
+        let mut result = self.result.lock();
+        (self.reached).wait_while_until(&mut result, |result| result.is_none(), deadline);
+        result.clone().unwrap_or_else(|| {
             Err(DeviceError::TimedOut {
                 what: self.what.clone(),
                 waited_ms: started.elapsed().as_millis() as u64,
@@ -142,13 +125,11 @@ impl Signal {
         self.complete(|_| result);
     }
 
-    fn complete(&self, result: impl FnOnce(&str) -> Result<(), DeviceError>) {
-        let mut progress = self.0.lock();
-        if progress.result.is_none() {
-            progress.result = Some(result(&self.0.what));
-            if progress.waiting > 0 {
-                self.0.reached.notify_all();
-            }
+    fn complete(&self, made: impl FnOnce(&str) -> Result<(), DeviceError>) {
+        let mut result = self.0.result.lock();
+        if result.is_none() {
+            *result = Some(made(&self.0.what));
+            self.0.reached.notify_all();
         }
     }
 }

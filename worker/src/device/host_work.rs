@@ -16,8 +16,10 @@
 )]
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
 
 use super::{Arena, ArenaSpec, Buffer, DType, Device, DeviceError, Event, Stream};
 
@@ -149,7 +151,7 @@ impl HostPipeline {
         assert!(pass.bytes() <= self.slot_bytes, "a pass is larger than its slot");
         let device = self.device.as_ref();
         let side = device.host_side().expect("it had one when this was made");
-        let mut slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut slots = self.slots.lock();
         let (memory, free) = slots.pop_front().expect("as many as there are slots");
         let (inputs, outputs) = cut(&memory, &pass);
         device.wait_event(self.down, &free, deadline);

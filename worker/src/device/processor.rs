@@ -2,8 +2,9 @@
 //! compiled for, chosen when the process runs.
 
 use std::fmt;
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::OnceLock;
 
+use parking_lot::Mutex;
 use pulp::{Arch, WithSimd};
 
 use super::DeviceError;
@@ -60,7 +61,7 @@ impl Cpu {
     pub fn for_each_part<P: Send>(&self, parts: Vec<P>, work: impl Fn(P) + Send + Sync) {
         let parts: Vec<_> = parts.into_iter().map(|part| Mutex::new(Some(part))).collect();
         self.for_each_index(parts.len(), &|i| {
-            let part = parts[i].lock().unwrap_or_else(PoisonError::into_inner).take();
+            let part = parts[i].lock().take();
             work(part.expect("each part is taken once"));
         });
     }

@@ -1,9 +1,9 @@
 //! The mean loss of a text, block by block as in training's validation: the same text gives the same number.
 
 use super::loaded::{InferenceError, LoadedModel};
-use crate::data::{Tokens, fill_eval_batch};
-use crate::device::{ArenaSpec, DType, DeviceError};
-use crate::model::{Activation, NoHooks, Passes};
+use crate::data::{Tokens, fill_batch};
+use crate::device::{ArenaSpec, DType};
+use crate::model::{Activation, NoHooks, Passes, sum_of_losses};
 
 /// What a text costs a model.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -56,7 +56,7 @@ impl LoadedModel {
         for first in (0..blocks).step_by(rows) {
             let batch = first..blocks.min(first + rows as u64);
             let read = (batch.end - first) as usize * block_size;
-            fill_eval_batch(tokens, batch, block_size, (&mut inputs, &mut targets))?;
+            fill_batch(tokens, batch, block_size, (&mut inputs, &mut targets))?;
             self.check_known(&inputs[..read])?;
             self.check_known(&targets[..read])?;
             self.device
@@ -64,7 +64,7 @@ impl LoadedModel {
             self.device
                 .upload(self.stream, &targets_there, bytemuck::cast_slice(&targets));
             let losses = passes.evaluate(0..model.blocks.len(), &inp, &mut NoHooks)?;
-            total += self.sum_of(&losses)?;
+            total += sum_of_losses(self.device.as_ref(), self.stream, &losses)?;
         }
         if !total.is_finite() {
             return Err(InferenceError::not_finite("losses"));
@@ -75,14 +75,5 @@ impl LoadedModel {
             tokens: positions,
             bytes_per_token: tokens.bytes_per_token(),
         })
-    }
-
-    /// Sum of the losses of a micro-batch's positions, ignored ones not counted. Synchronises.
-    fn sum_of(&self, losses: &Activation) -> Result<f64, DeviceError> {
-        let bytes = self.device.download(self.stream, losses.buffer())?;
-        let losses = bytes.chunks_exact(size_of::<f32>());
-        Ok(losses
-            .map(|loss| f64::from(bytemuck::pod_read_unaligned::<f32>(loss)))
-            .sum())
     }
 }

@@ -15,6 +15,7 @@ use ddp_proto::utc;
 use serde::{Deserialize, Serialize};
 
 use super::run_file::{RunFilesError, replace_prepared};
+use crate::checkpoint::Fence;
 
 /// First line: the name of the run that took the folder last, or nothing. Second line: a [`Holder`].
 const FILE: &str = ".run-token";
@@ -32,17 +33,21 @@ pub(super) struct Holder {
     pid: u32,
     /// Run id of its job.
     run_id: String,
+    /// The generation that it belongs to; 0 without a launcher.
+    #[serde(default)]
+    generation: u64,
     /// When it took the folder, in seconds since the epoch.
     since: u64,
 }
 
 impl Holder {
-    /// This process, for the job called `run_id`.
-    pub(super) fn here(run_id: &str) -> Self {
+    /// This process, for a generation of the job called `run_id`.
+    pub(super) fn here(run_id: &str, generation: u64) -> Self {
         Self {
             host: host_name(),
             pid: std::process::id(),
             run_id: run_id.to_owned(),
+            generation,
             since: utc::seconds_of(SystemTime::now()),
         }
     }
@@ -78,11 +83,11 @@ pub(super) struct Hold {
 impl Hold {
     /// Takes the folder, which exists. If another process holds it, waits for it until the deadline.
     ///
-    /// A process that announced the run `succeeds` is a former life of the same one. The launcher has killed it, and what
-    /// a killed process still waits for, a disk that hangs, may keep it, and its lock, for ever.
+    /// `succeeds` is the name of this run and the own generation. A process of an earlier one may hold the lock for ever:
+    /// it was killed while a disk hangs, or it is stopped. Its [`Fence`] keeps it from replacing `latest`.
     pub(super) fn take(
         folder: &Path,
-        succeeds: Option<&str>,
+        succeeds: Option<(&str, u64)>,
         deadline: Instant,
     ) -> Result<Self, RunFilesError> {
         let path = folder.join(FILE);
@@ -97,9 +102,10 @@ impl Hold {
         }
         let (token, holder) = read(&path)?;
         let folder = folder.display();
-        if succeeds.is_some_and(|own| own == token) {
+        let is_earlier = |own| holder.as_ref().is_none_or(|holder| holder.generation < own);
+        if succeeds.is_some_and(|(name, generation)| name == token && is_earlier(generation)) {
             tracing::warn!(
-                "killed a process left over from before the last restart, which still used `{folder}` ({}); continuing",
+                "a process of an earlier generation still holds `{folder}` ({}); it can no longer save a checkpoint; continuing",
                 holder.map_or_else(|| "its owner is unknown".into(), |holder| holder.to_string()),
             );
             return Ok(Self {
@@ -154,7 +160,7 @@ impl Hold {
 
     /// Writes which process holds the folder, and for which run; `None` if it is only prepared for one. From here on,
     /// later lives of that run continue with what they find.
-    pub(super) fn announce(&mut self, token: Option<&str>, holder: &Holder) -> Result<(), RunFilesError> {
+    pub(super) fn announce(&mut self, token: Option<&str>, holder: &Holder) -> Result<Fence, RunFilesError> {
         // Text and numbers only: cannot fail.
         let words = serde_json::to_string(holder).expect("a holder serialises");
         let text = format!("{}\n{words}\n", token.unwrap_or_default());
@@ -165,7 +171,7 @@ impl Hold {
         })?;
         self.file = locked.then_some(file);
         self.is_empty = token.is_none();
-        Ok(())
+        Ok(Fence::new(self.path.clone(), text))
     }
 
     /// Gives the folder back, as it was found if no run was announced.

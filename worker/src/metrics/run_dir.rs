@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use super::hold::{Hold, Holder};
 use super::run_file::{RunFilesError, delete_file, replace_file};
 use super::{EventFile, Summary, TimelineFiles};
-use crate::checkpoint;
+use crate::checkpoint::{self, Fence};
 use crate::config::{Resume, Run};
 use crate::session::KeyValue;
 
@@ -28,19 +28,7 @@ pub struct RunDir {
     path: PathBuf,
     /// On rank 0, if the folder was claimed.
     hold: Option<Hold>,
-}
-
-/// Where the run begins.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Start {
-    /// At step 0.
-    Fresh,
-    /// From the checkpoint after this many steps.
-    Resume {
-        /// Steps finished.
-        step: u64,
-    },
+    fence: Option<Fence>,
 }
 
 /// What a job that begins does with the run in its folder.
@@ -70,19 +58,17 @@ pub struct Request<'a> {
     pub restarted: bool,
     /// This rank.
     pub rank: u32,
+    /// The generation that this process belongs to; 0 without a launcher.
+    pub generation: u64,
     /// Number of ranks.
     pub world_size: u32,
     /// When the ranks must have agreed.
     pub deadline: Instant,
 }
 
-/// The message of rank 0 to the others.
-#[derive(serde::Serialize, serde::Deserialize)]
-#[serde(rename_all = "snake_case")]
-enum Decision {
-    Ready { start: Start, nonce: String },
-    Failed(String),
-}
+/// The message of rank 0 to the others: the step of the checkpoint to continue from, and the name of a file that they
+/// must see; or why rank 0 could not prepare the directory.
+type Decision = Result<(Option<u64>, String), String>;
 
 impl RunDir {
     /// `run.out_dir`, relative to the current folder, or `runs/<name>/<run id>`. Touches nothing.
@@ -103,6 +89,7 @@ impl RunDir {
         let dir = Self {
             path: Self::resolve(run, run_id),
             hold: None,
+            fence: None,
         };
         let found = dir.judge(run, run_id)?;
         let step = match found {
@@ -128,11 +115,13 @@ impl RunDir {
     }
 
     /// Opens the folder on every rank: rank 0 prepares it and decides where the run begins; the others check
-    /// that they see the same folder. All ranks return the same decision, or an error.
-    pub fn open(request: Request<'_>, store: &dyn KeyValue) -> Result<(Self, Start), RunFilesError> {
+    /// that they see the same folder. All ranks return the step of the same checkpoint to continue from, `None` if the run
+    /// begins at step 0, or an error.
+    pub fn open(request: Request<'_>, store: &dyn KeyValue) -> Result<(Self, Option<u64>), RunFilesError> {
         let mut dir = Self {
             path: Self::resolve(request.run, request.run_id),
             hold: None,
+            fence: None,
         };
         let start = if request.rank == 0 {
             dir.lead(request, store)?
@@ -140,6 +129,11 @@ impl RunDir {
             dir.follow(request, store)?
         };
         Ok((dir, start))
+    }
+
+    /// What shows on rank 0 that no later generation has taken the folder.
+    pub fn fence(&self) -> Option<Fence> {
+        self.fence.clone()
     }
 
     /// The folder itself.
@@ -173,17 +167,15 @@ impl RunDir {
         self.path.join("startup.txt")
     }
 
-    fn lead(&mut self, request: Request<'_>, store: &dyn KeyValue) -> Result<Start, RunFilesError> {
+    fn lead(&mut self, request: Request<'_>, store: &dyn KeyValue) -> Result<Option<u64>, RunFilesError> {
         let nonce = format!("{:016x}", rand::random::<u64>());
         let mark = self.nonce_path(&nonce);
         let prepared = self.prepare(request).and_then(|start| {
             fs::write(&mark, &nonce).map_err(|e| RunFilesError::io("write to", &self.path, &e))?;
             Ok(start)
         });
-        let decision = match &prepared {
-            Ok(start) => Decision::Ready { start: *start, nonce },
-            Err(error) => Decision::Failed(error.to_string()),
-        };
+        let step = prepared.as_ref().copied().map_err(ToString::to_string);
+        let decision: Decision = step.map(|step| (step, nonce));
         let bytes = serde_json::to_vec(&decision).expect("a decision serialises");
         let put = store.put(DECISION_KEY, &bytes, request.deadline);
         let agreed = prepared.and_then(|start| {
@@ -206,11 +198,11 @@ impl RunDir {
         Ok(())
     }
 
-    fn follow(&self, request: Request<'_>, store: &dyn KeyValue) -> Result<Start, RunFilesError> {
+    fn follow(&self, request: Request<'_>, store: &dyn KeyValue) -> Result<Option<u64>, RunFilesError> {
         let bytes = store.wait_for(DECISION_KEY, request.deadline)?;
-        let (start, nonce) = match serde_json::from_slice(&bytes) {
-            Ok(Decision::Ready { start, nonce }) => (start, nonce),
-            Ok(Decision::Failed(words)) => return Err(RunFilesError::RankZero(words)),
+        let (start, nonce) = match serde_json::from_slice::<Decision>(&bytes) {
+            Ok(Ok(decision)) => decision,
+            Ok(Err(words)) => return Err(RunFilesError::RankZero(words)),
             Err(e) => {
                 return Err(RunFilesError::RankZero(format!(
                     "its decision cannot be read: {e}"
@@ -252,13 +244,14 @@ impl RunDir {
     }
 
     /// Creates the folder, or decides what becomes of the run that it holds, and keeps it if there is a token.
-    fn prepare(&mut self, request: Request<'_>) -> Result<Start, RunFilesError> {
+    fn prepare(&mut self, request: Request<'_>) -> Result<Option<u64>, RunFilesError> {
         // Before anything is written: what is refused leaves nothing behind.
         if !self.path.exists() {
             self.require_checkpoint(request.run)?;
         }
         fs::create_dir_all(&self.path).map_err(|e| RunFilesError::io("create", &self.path, &e))?;
         let succeeds = request.token.filter(|_| request.restarted && request.is_unique);
+        let succeeds = succeeds.map(|name| (name, request.generation));
         let deadline = request.deadline.min(Instant::now() + HOLDER_PATIENCE);
         let mut hold = Hold::take(&self.path, succeeds, deadline)?;
         let start = self.prepare_held(request, &mut hold);
@@ -296,8 +289,8 @@ impl RunDir {
         }
     }
 
-    fn prepare_held(&self, request: Request<'_>, hold: &mut Hold) -> Result<Start, RunFilesError> {
-        let holder = Holder::here(request.run_id);
+    fn prepare_held(&mut self, request: Request<'_>, hold: &mut Hold) -> Result<Option<u64>, RunFilesError> {
+        let holder = Holder::here(request.run_id, request.generation);
         let continued = match request.token {
             Some(token) if request.restarted => hold.is_of(token)?,
             _ => false,
@@ -307,13 +300,10 @@ impl RunDir {
             self.delete_run()?;
         }
         if request.token.is_some() {
-            hold.announce(request.token, &holder)?;
+            self.fence = Some(hold.announce(request.token, &holder)?);
         }
         checkpoint::delete_unfinished(&self.path)?;
-        Ok(match self.checkpoint()? {
-            Some(step) => Start::Resume { step },
-            None => Start::Fresh,
-        })
+        self.checkpoint()
     }
 
     /// True if the last life of the job called `run_id` was asked to stop, and saved its state: started again, it means

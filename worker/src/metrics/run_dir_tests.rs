@@ -23,7 +23,7 @@ fn request(run: &Run, rank: u32, world_size: u32) -> Request<'_> {
     }
 }
 
-fn open(run: &Run) -> Result<(RunDir, Start), RunFilesError> {
+fn open(run: &Run) -> Result<(RunDir, Option<u64>), RunFilesError> {
     RunDir::open(request(run, 0, 1), &MemoryStore::default())
 }
 
@@ -63,7 +63,7 @@ fn all_ranks_agree_on_a_new_folder() {
             })
             .collect();
         for rank in ranks {
-            assert_eq!(rank.join().unwrap().unwrap().1, Start::Fresh);
+            assert_eq!(rank.join().unwrap().unwrap().1, None);
         }
     });
     let left: Vec<_> = fs::read_dir(folder.path().join("a/b")).unwrap().collect();
@@ -154,10 +154,10 @@ fn a_folder_that_holds_a_run_is_refused_unless_told() {
       hint: set `run.resume: auto` to start a new run if there is no checkpoint
     ");
     run.resume = Resume::Auto;
-    assert_eq!(open(&run).unwrap().1, Start::Fresh);
+    assert_eq!(open(&run).unwrap().1, None);
     run.resume = Resume::Never;
     run.overwrite = true;
-    assert_eq!(open(&run).unwrap().1, Start::Fresh);
+    assert_eq!(open(&run).unwrap().1, None);
     let left: Vec<_> = fs::read_dir(folder.path())
         .unwrap()
         .map(|e| e.unwrap().file_name())
@@ -217,16 +217,16 @@ fn only_the_run_that_took_the_folder_goes_on_in_it_unasked() {
         };
         RunDir::open(request, &MemoryStore::default()).map(|(_, start)| start)
     };
-    assert_eq!(life(&run, "a", false).unwrap(), Start::Fresh);
+    assert_eq!(life(&run, "a", false).unwrap(), None);
     save(&folder.path().join("out"), 20);
-    assert_eq!(life(&run, "a", true).unwrap(), Start::Resume { step: 20 });
+    assert_eq!(life(&run, "a", true).unwrap(), Some(20));
     // The first life of another run was killed before it had looked at the folder.
     assert!(holds_run(life(&run, "b", true)));
-    assert_eq!(life(&run, "a", true).unwrap(), Start::Resume { step: 20 });
+    assert_eq!(life(&run, "a", true).unwrap(), Some(20));
     run.overwrite = true;
-    assert_eq!(life(&run, "b", true).unwrap(), Start::Fresh);
+    assert_eq!(life(&run, "b", true).unwrap(), None);
     save(&folder.path().join("out"), 40);
-    assert_eq!(life(&run, "b", true).unwrap(), Start::Resume { step: 40 });
+    assert_eq!(life(&run, "b", true).unwrap(), Some(40));
 }
 
 #[test]
@@ -240,7 +240,7 @@ fn a_run_is_resumed_from_its_latest_checkpoint_or_deleted() {
     assert!(holds_run(open(&run)));
     for resume in [Resume::Auto, Resume::Require] {
         run.resume = resume;
-        assert_eq!(open(&run).unwrap().1, Start::Resume { step: 40 });
+        assert_eq!(open(&run).unwrap().1, Some(40));
     }
     assert!(
         !folder
@@ -250,7 +250,7 @@ fn a_run_is_resumed_from_its_latest_checkpoint_or_deleted() {
     );
     run.resume = Resume::Never;
     run.overwrite = true;
-    assert_eq!(open(&run).unwrap().1, Start::Fresh);
+    assert_eq!(open(&run).unwrap().1, None);
     assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
 }
 
@@ -264,7 +264,7 @@ fn overwriting_deletes_no_checkpoint_of_somebody_else() {
     fs::write(&mine, "mine").unwrap();
     save(folder.path(), 20);
     drop(checkpoint::Writer::begin(folder.path(), 60, 5).unwrap());
-    assert_eq!(open(&run).unwrap().1, Start::Fresh);
+    assert_eq!(open(&run).unwrap().1, None);
     let left: Vec<_> = fs::read_dir(folder.path().join("checkpoints"))
         .unwrap()
         .map(|e| e.unwrap().file_name())
@@ -312,13 +312,10 @@ fn the_folder_of_a_run_that_lives_is_refused_to_others_whatever_they_ask_for() {
     assert!(folder.path().join("checkpoints/step_00000020").is_dir());
     // Its own next life, while a disk that hangs keeps the one before.
     let next = life(&run, Some("a"), true).unwrap();
-    assert_eq!(next.1, Start::Resume { step: 20 });
+    assert_eq!(next.1, Some(20));
     drop((alive, next));
     run.resume = Resume::Auto;
-    assert_eq!(
-        life(&run, Some("b"), false).unwrap().1,
-        Start::Resume { step: 20 }
-    );
+    assert_eq!(life(&run, Some("b"), false).unwrap().1, Some(20));
 }
 
 #[test]
@@ -331,7 +328,7 @@ fn a_run_whose_latest_is_lost_goes_on_from_the_newest_whole_checkpoint() {
     // Not one of ours: a folder of this name is whole.
     fs::create_dir(folder.path().join("checkpoints/step_00000060")).unwrap();
     fs::remove_file(folder.path().join("checkpoints/latest")).unwrap();
-    assert_eq!(open(&run).unwrap().1, Start::Resume { step: 40 });
+    assert_eq!(open(&run).unwrap().1, Some(40));
 }
 
 #[test]
@@ -341,10 +338,10 @@ fn checkpoints_whose_deletion_was_interrupted_are_no_run() {
     save(folder.path(), 20);
     let named = folder.path().join("checkpoints");
     fs::rename(named, folder.path().join(".deleting_checkpoints")).unwrap();
-    assert_eq!(open(&run).unwrap().1, Start::Fresh);
+    assert_eq!(open(&run).unwrap().1, None);
     save(folder.path(), 30);
     run.overwrite = true;
-    assert_eq!(open(&run).unwrap().1, Start::Fresh);
+    assert_eq!(open(&run).unwrap().1, None);
     assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
 }
 

@@ -102,7 +102,7 @@ impl ActivationPool {
     /// A pool with an arena of so many bytes, which it allocates now.
     pub fn planned(device: Arc<dyn Device>, bytes: usize) -> Result<Self, DeviceError> {
         let arena = device.alloc(&ArenaSpec::private("activations", DType::U8, bytes))?;
-        Ok(Self::in_arena(device, arena))
+        Ok(Self::over(device, Some(arena)))
     }
 
     /// The memory that it was planned with.
@@ -110,12 +110,8 @@ impl ActivationPool {
         self.0.planned.as_ref()
     }
 
-    /// A pool in this memory, of bytes.
-    pub fn in_arena(device: Arc<dyn Device>, arena: Arena) -> Self {
-        Self::over(device, Some(arena))
-    }
-
-    fn over(device: Arc<dyn Device>, planned: Option<Arena>) -> Self {
+    /// A pool in an arena of bytes, or without a plan.
+    pub(crate) fn over(device: Arc<dyn Device>, planned: Option<Arena>) -> Self {
         let bytes = planned.as_ref().map_or(0, Arena::bytes);
         Self(Arc::new(Inner {
             device,

@@ -6,6 +6,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::{Activation, ActivationPool, Exchange, ExchangeKind, ParamGroup, ParamId, ParamSpec, TensorOps};
+use crate::config::Recompute;
 use crate::device::{Buffer, DType, Device, DeviceError, Event, Stream};
 use crate::ops::{Cast, Op, VocabularyPart};
 use crate::timeline::{Kind, Timeline};
@@ -61,14 +62,9 @@ pub trait Block: Send + Sync {
         false
     }
 
-    /// The same block, whose backward recomputes what takes much memory and little arithmetic; none if there is nothing
-    /// of the kind.
-    fn selective(&self) -> Option<Arc<dyn Block>> {
-        None
-    }
-
-    /// The same block, which also keeps outputs of norms and GELUs for its backward; none if it has none.
-    fn keeping(&self) -> Option<Arc<dyn Block>> {
+    /// The same block, whose backward recomputes nothing, or what takes much memory and little arithmetic
+    /// ([`Recompute::Selective`]). `None` if that makes no difference.
+    fn recomputing(&self, _what: Recompute) -> Option<Arc<dyn Block>> {
         None
     }
 
@@ -120,21 +116,21 @@ pub trait GradSink {
     }
 }
 
-/// Contributions to the gradients of parameters that are computed later, together.
+/// A contribution to the gradient of a parameter that is computed later.
 pub struct WeightGradient {
-    /// The parameters whose gradients these are.
-    pub(super) ids: Vec<ParamId>,
-    /// Of which block, once that has ended its half of backward.
+    /// The parameter.
+    pub(super) id: ParamId,
+    /// The block that contributes, once it has ended its half of backward.
     pub(super) block: usize,
-    /// Kept until it has been computed.
+    /// Kept until the contribution has been computed.
     pub(super) reads: Vec<Activation>,
-    /// What computes them, in the memory of each.
-    pub(super) op: Box<dyn FnOnce(Vec<GradSlot>) -> Op + Send>,
+    /// Computes the contribution in the memory for it.
+    pub(super) op: Box<dyn FnOnce(GradSlot) -> Op + Send>,
 }
 
 impl std::fmt::Debug for WeightGradient {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "WeightGradient({:?}, of {:?})", self.ids, self.reads)
+        write!(f, "WeightGradient({:?}, of {:?})", self.id, self.reads)
     }
 }
 
@@ -193,20 +189,19 @@ impl Context<'_> {
         self.spanned(Kind::Operation, || name.into(), enqueue);
     }
 
-    /// Puts what computes this block's contributions to the gradients of `ids` from `reads` on the compute stream, and
-    /// reports them; or puts it off. Parameters are in the order of gradient memory.
-    pub fn contribute<O: Into<Op>, const N: usize>(
+    /// Puts what computes this block's contribution to the gradient of `id` from `reads` on the compute stream, and
+    /// reports it; or defers it.
+    pub fn contribute<O: Into<Op>>(
         &self,
         grads: &mut dyn GradSink,
-        (ids, reads): ([ParamId; N], &[&Activation]),
-        op: impl FnOnce([GradSlot; N]) -> O + Send + 'static,
+        (id, reads): (ParamId, &[&Activation]),
+        op: impl FnOnce(GradSlot) -> O + Send + 'static,
     ) -> Result<(), DeviceError> {
-        let all = |slots: Vec<GradSlot>| <[GradSlot; N]>::try_from(slots).expect("one for each parameter");
         let later = WeightGradient {
-            ids: ids.to_vec(),
+            id,
             block: usize::MAX,
             reads: reads.iter().map(|&read| read.clone()).collect(),
-            op: Box::new(move |slots| op(all(slots)).into()),
+            op: Box::new(move |slot| op(slot).into()),
         };
         match grads.deferred() {
             Some(queue) => {
@@ -221,13 +216,11 @@ impl Context<'_> {
     pub(super) fn contribute_now(
         &self,
         grads: &mut dyn GradSink,
-        WeightGradient { ids, reads, op, .. }: WeightGradient,
+        WeightGradient { id, reads, op, .. }: WeightGradient,
     ) -> Result<(), DeviceError> {
-        let slots = ids.iter().map(|&id| grads.grad(id));
-        self.enqueue(op(slots.collect::<Result<_, _>>()?));
+        self.enqueue(op(grads.grad(id)?));
         drop(reads);
-        ids.into_iter()
-            .try_for_each(|id| grads.contributed(id, self.record()))
+        grads.contributed(id, self.record())
     }
 
     /// Does some work, which is a span of the timeline if one is open.

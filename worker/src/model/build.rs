@@ -40,16 +40,26 @@ pub fn build_part(config: &config::Model, vocab: usize, part: &ModelPart) -> Res
     let decoder = Decoder::of(config);
     let (names, channels) = (decoder.names, decoder.channels);
     let ends = [0, block_count(config) - 1].map(|block| part.holds(block));
-    let mut parts = Parts::new(part, ends[0] != ends[1]);
+    let mut parts = Parts {
+        part,
+        ends_apart: ends[0] != ends[1],
+        all: Vec::new(),
+        params: Vec::new(),
+        groups: Vec::new(),
+        blocks: Vec::new(),
+        numbers: Vec::new(),
+        count: 0,
+        is_held: false,
+    };
 
     let table = [vocab, channels];
     parts.block(|parts| {
         let group = parts.group(names.tokens.trim_end_matches(".weight"));
-        let tokens = parts.matrix(group, names.tokens, table, STD, Along::Rows { stretches: &[] });
+        let tokens = parts.matrix(group, names.tokens, table, STD, ROWS);
         let positions = (decoder.position_kind == PositionKind::Learned).then(|| {
             let group = parts.group(names.positions.trim_end_matches(".weight"));
             let table = [decoder.positions, channels];
-            parts.matrix(group, names.positions, table, STD, Along::Nothing)
+            parts.matrix(group, names.positions, table, STD, None)
         });
         let held = [vocab / part.tensor.1, channels];
         Arc::new(Embedding::new((tokens, positions), held, decoder.dropout))
@@ -65,7 +75,7 @@ pub fn build_part(config: &config::Model, vocab: usize, part: &ModelPart) -> Res
         let projection = if decoder.is_tied {
             parts.tied(names.tokens)
         } else {
-            parts.matrix(group, HEAD, table, STD, Along::Rows { stretches: &[] })
+            parts.matrix(group, HEAD, table, STD, ROWS)
         };
         let dense = Dense {
             weight: projection,
@@ -79,23 +89,12 @@ pub fn build_part(config: &config::Model, vocab: usize, part: &ModelPart) -> Res
     Ok(parts.into_model(format!("{} {} × {channels}", names.kind, decoder.layers)))
 }
 
-/// Along which dimension a parameter is cut over a tensor group. It consists of stretches that are cut one by one; an
-/// empty list stands for a single stretch.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Along<'a> {
-    /// Not at all.
-    Nothing,
-    /// The first one.
-    Rows {
-        /// Their lengths.
-        stretches: &'a [usize],
-    },
-    /// The last one.
-    Columns {
-        /// Their lengths.
-        stretches: &'a [usize],
-    },
-}
+/// The dimension along which a tensor group divides a parameter, and the lengths of the stretches that are divided one
+/// by one: no lengths stand for a single stretch. With `None` every rank holds the whole parameter.
+type Along<'a> = Option<(usize, &'a [usize])>;
+
+/// The rows are divided.
+const ROWS: Along<'static> = Some((0, &[]));
 
 /// What of a linear layer is cut over a tensor group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -129,21 +128,7 @@ struct Parts<'a> {
 /// Stands for a parameter that this rank does not hold. The block that uses it is dropped.
 const ABSENT: ParamId = ParamId(usize::MAX);
 
-impl<'a> Parts<'a> {
-    fn new(part: &'a ModelPart, ends_apart: bool) -> Self {
-        Self {
-            part,
-            ends_apart,
-            all: Vec::new(),
-            params: Vec::new(),
-            groups: Vec::new(),
-            blocks: Vec::new(),
-            numbers: Vec::new(),
-            count: 0,
-            is_held: false,
-        }
-    }
-
+impl Parts<'_> {
     fn block(&mut self, make: impl FnOnce(&mut Self) -> Arc<dyn Block>) {
         self.is_held = self.part.holds(self.count);
         let block = make(self);
@@ -239,16 +224,10 @@ impl<'a> Parts<'a> {
 
     /// This rank's part of a parameter; `None` if every rank holds all of it.
     fn cut(&self, shape: &[usize], along: Along<'_>) -> Option<Cut> {
-        let (dim, stretches) = match along {
-            _ if self.part.tensor.1 == 1 => return None,
-            Along::Nothing => return None,
-            Along::Rows { stretches } => (0, stretches),
-            Along::Columns { stretches } => (shape.len() - 1, stretches),
-        };
+        let (dim, stretches) = along.filter(|_| self.part.tensor.1 > 1)?;
         let whole = [shape[dim]];
         let stretches = if stretches.is_empty() { &whole } else { stretches };
-        let cut = Cut::new((shape, dim), stretches, self.part.tensor);
-        Some(cut.expect("the sizes were checked before"))
+        Some(Cut::new((shape, dim), stretches, self.part.tensor))
     }
 
     /// A parameter of an earlier block, used once more. Where that block is on another rank, this one holds a copy.
@@ -265,7 +244,7 @@ impl<'a> Parts<'a> {
         let whole = self.all.iter().find(|spec| spec.key == key);
         let whole = whole.expect("an earlier block has it").clone();
         let group = self.group(key.trim_end_matches(".weight"));
-        let cut = self.cut(&whole.global_shape, Along::Rows { stretches: &[] });
+        let cut = self.cut(&whole.global_shape, ROWS);
         let mut roles = whole.roles;
         if cut.is_some() {
             roles[Axis::Tensor as usize] = AxisRole::Cut;
@@ -294,7 +273,7 @@ impl<'a> Parts<'a> {
     fn norm(&mut self, group: GroupId, name: &str, decoder: &Decoder) -> Norm {
         let mut vector = |what, value| {
             let key = format!("{name}.{what}");
-            self.vector(group, key, decoder.channels, value, Along::Nothing)
+            self.vector(group, key, decoder.channels, value, None)
         };
         let weight = vector("weight", 1.0);
         let (bias, epsilon) = match decoder.norm {
@@ -325,17 +304,13 @@ impl<'a> Parts<'a> {
                 (STD / depth.sqrt(), [inputs / parts, outputs])
             }
         };
-        let (shape, along) = match (decoder.layout, side) {
-            (WeightLayout::InOut, Side::Outputs(stretches)) => {
-                ([inputs, outputs], Along::Columns { stretches })
-            }
-            (WeightLayout::InOut, Side::Inputs) => ([inputs, outputs], Along::Rows { stretches: &[] }),
-            (WeightLayout::OutIn, Side::Outputs(stretches)) => ([outputs, inputs], Along::Rows { stretches }),
-            (WeightLayout::OutIn, Side::Inputs) => ([outputs, inputs], Along::Columns { stretches: &[] }),
+        let (shape, inputs_dim) = match decoder.layout {
+            WeightLayout::InOut => ([inputs, outputs], 0),
+            WeightLayout::OutIn => ([outputs, inputs], 1),
         };
-        let bias = match side {
-            Side::Outputs(stretches) => Along::Rows { stretches },
-            Side::Inputs => Along::Nothing,
+        let (along, bias) = match side {
+            Side::Outputs(stretches) => (Some((1 - inputs_dim, stretches)), Some((0, stretches))),
+            Side::Inputs => (Some((inputs_dim, &[][..])), None),
         };
         let key = |what: &str| format!("{name}.{what}");
         Dense {
@@ -439,12 +414,7 @@ pub fn recomputing(mut model: Model, what: Recompute) -> Model {
         Recompute::Norms => {}
         Recompute::Nothing | Recompute::Selective => {
             for block in &mut model.blocks {
-                let other = if what == Recompute::Nothing {
-                    block.keeping()
-                } else {
-                    block.selective()
-                };
-                *block = other.unwrap_or_else(|| block.clone());
+                *block = block.recomputing(what).unwrap_or_else(|| block.clone());
             }
         }
         Recompute::Full => {

@@ -164,7 +164,7 @@ impl Dense {
         grads: &mut dyn GradSink,
     ) -> Result<(), DeviceError> {
         let (inp_rows, dout_rows, shape) = (inp.buffer().clone(), dout.buffer().clone(), self.shape(inp));
-        let weight = move |[slot]: [GradSlot; 1]| LinearDweight {
+        let weight = move |slot: GradSlot| LinearDweight {
             inp: inp_rows,
             dout: dout_rows,
             dweight: slot.buffer,
@@ -173,13 +173,13 @@ impl Dense {
         };
         if let Some(bias) = self.bias {
             let x = own.buffer().clone();
-            ctx.contribute(grads, ([bias], &[own]), move |[slot]| ColumnSum {
+            ctx.contribute(grads, (bias, &[own]), move |slot| ColumnSum {
                 x,
                 out: slot.buffer,
                 accumulate: slot.accumulate,
             })?;
         }
-        ctx.contribute(grads, ([self.weight], &[inp, dout]), weight)
+        ctx.contribute(grads, (self.weight, &[inp, dout]), weight)
     }
 }
 

@@ -37,9 +37,10 @@ pub use block::{
 pub use build::{block_count, build, build_part, recomputing};
 pub use decoder::{ActivationKind, AttentionKind, Decoder, HEAD, Names, NormKind, PositionKind};
 pub use param::{AxisRole, GroupId, Init, ParamGroup, ParamId, ParamSpec, fill_init};
+pub(crate) use passes::sum_of_losses;
 pub use passes::{ChunkState, Hooks, NoHooks, Pass, Passes};
-pub use published::{FixedSetting, FusedTensors, Published, PublishedTensor, SizeSetting};
+pub use published::{FixedSetting, FusedTensors, Published, PublishedTensor, Size, SizeSetting};
 pub(crate) use region::Overlap;
-pub use region::{Cut, CutError, Region, Run};
+pub use region::{Cut, Region, Run};
 pub use rules::{check_rows, checked_vocab};
 pub use tensor::{Exchange, ExchangeKind, TensorOps, own_rows};

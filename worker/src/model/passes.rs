@@ -9,7 +9,7 @@
 use std::ops::Range;
 
 use super::{Activation, Context, GradSink, GradSlot, KvCache, Model, ParamId, Saved, WeightGradient};
-use crate::device::{DeviceError, Event};
+use crate::device::{Device, DeviceError, Event, Stream};
 use crate::timeline::Kind;
 
 /// One of the two passes over the blocks.
@@ -226,6 +226,20 @@ impl Passes<'_> {
         }
         Ok(gradient)
     }
+}
+
+/// Sum of the losses of a micro-batch's positions, without ignored ones. Synchronises.
+pub(crate) fn sum_of_losses(
+    device: &dyn Device,
+    stream: Stream,
+    losses: &Activation,
+) -> Result<f64, DeviceError> {
+    let bytes = device.download(stream, losses.buffer())?;
+    let losses = bytes.chunks_exact(size_of::<f32>());
+    Ok(losses
+        .map(bytemuck::pod_read_unaligned::<f32>)
+        .map(f64::from)
+        .sum())
 }
 
 /// What a recomputed block keeps.

@@ -48,18 +48,8 @@ pub struct FusedTensors {
     pub rows: fn(&Decoder) -> Vec<usize>,
 }
 
-/// A size of a model.
-#[derive(Debug)]
-pub struct SizeSetting {
-    /// Key in `config.json`.
-    pub published: &'static str,
-    /// Reads it.
-    pub get: fn(&config::Model) -> usize,
-    /// Changes it.
-    pub set: fn(&mut config::Model, usize),
-    /// Where `config.json` leaves it out: so many times the size under another key.
-    pub default: Option<(usize, &'static str)>,
-}
+/// A size in `config.json`: its key there, the size, and its default, a multiple of the size under another key.
+pub type SizeSetting = (&'static str, Size, Option<(usize, &'static str)>);
 
 /// A setting that is the same in every model that this build trains.
 #[derive(Debug)]
@@ -83,54 +73,43 @@ pub struct PublishedTensor {
     pub elements: Range<usize>,
 }
 
-const fn size(
-    published: &'static str,
-    get: fn(&config::Model) -> usize,
-    set: fn(&mut config::Model, usize),
-    default: Option<(usize, &'static str)>,
-) -> SizeSetting {
-    SizeSetting {
-        published,
-        get,
-        set,
-        default,
+/// A size of a model, by its key in the `model` section.
+#[derive(Clone, Copy, Debug)]
+pub enum Size {
+    /// `n_layer`
+    Layers,
+    /// `n_embd`
+    Channels,
+    /// `n_head`
+    Heads,
+    /// `n_kv_head`
+    KvHeads,
+    /// `n_inner`
+    Inner,
+}
+
+impl Size {
+    /// The size of a model, or its default.
+    fn of(self, model: &config::Model) -> usize {
+        match self {
+            Self::Layers => model.n_layer,
+            Self::Channels => model.n_embd,
+            Self::Heads => model.n_head,
+            Self::KvHeads => model.kv_heads(),
+            Self::Inner => model.inner(),
+        }
     }
-}
 
-const fn layers(published: &'static str) -> SizeSetting {
-    size(
-        published,
-        |model| model.n_layer,
-        |model, size| model.n_layer = size,
-        None,
-    )
-}
-
-const fn channels(published: &'static str) -> SizeSetting {
-    size(
-        published,
-        |model| model.n_embd,
-        |model, size| model.n_embd = size,
-        None,
-    )
-}
-
-const fn heads(published: &'static str) -> SizeSetting {
-    size(
-        published,
-        |model| model.n_head,
-        |model, size| model.n_head = size,
-        None,
-    )
-}
-
-const fn inner(published: &'static str, default: Option<(usize, &'static str)>) -> SizeSetting {
-    size(
-        published,
-        config::Model::inner,
-        |model, size| model.n_inner = Some(size),
-        default,
-    )
+    /// Changes the size of a model.
+    pub fn set(self, model: &mut config::Model, size: usize) {
+        match self {
+            Self::Layers => model.n_layer = size,
+            Self::Channels => model.n_embd = size,
+            Self::Heads => model.n_head = size,
+            Self::KvHeads => model.n_kv_head = Some(size),
+            Self::Inner => model.n_inner = Some(size),
+        }
+    }
 }
 
 static GPT2: Published = GPT2_TABLE;
@@ -144,10 +123,10 @@ const GPT2_TABLE: Published = Published {
     // The causal masks of attention.
     buffers: &["attn.bias", "attn.masked_bias"],
     sizes: &[
-        layers("n_layer"),
-        channels("n_embd"),
-        heads("n_head"),
-        inner("n_inner", Some((4, "n_embd"))),
+        ("n_layer", Size::Layers, None),
+        ("n_embd", Size::Channels, None),
+        ("n_head", Size::Heads, None),
+        ("n_inner", Size::Inner, Some((4, "n_embd"))),
     ],
     fixed: &[
         (
@@ -169,9 +148,9 @@ static MLP: Published = Published {
     model_type: "mlp",
     architecture: None,
     sizes: &[
-        layers("n_layer"),
-        channels("n_embd"),
-        inner("n_inner", Some((4, "n_embd"))),
+        ("n_layer", Size::Layers, None),
+        ("n_embd", Size::Channels, None),
+        ("n_inner", Size::Inner, Some((4, "n_embd"))),
     ],
     ..GPT2_TABLE
 };
@@ -200,16 +179,15 @@ static LLAMA: Published = Published {
     // The frequencies of the angles.
     buffers: &["self_attn.rotary_emb.inv_freq"],
     sizes: &[
-        layers("num_hidden_layers"),
-        channels("hidden_size"),
-        heads("num_attention_heads"),
-        SizeSetting {
-            published: "num_key_value_heads",
-            get: config::Model::kv_heads,
-            set: |model, size| model.n_kv_head = Some(size),
-            default: Some((1, "num_attention_heads")),
-        },
-        inner("intermediate_size", None),
+        ("num_hidden_layers", Size::Layers, None),
+        ("hidden_size", Size::Channels, None),
+        ("num_attention_heads", Size::Heads, None),
+        (
+            "num_key_value_heads",
+            Size::KvHeads,
+            Some((1, "num_attention_heads")),
+        ),
+        ("intermediate_size", Size::Inner, None),
     ],
     fixed: &[
         ("hidden_act", FixedSetting::Word(&["silu", "swish"])),
@@ -317,8 +295,8 @@ impl Published {
         set("torch_dtype", "float32".into());
         set("vocab_size", vocab.into());
         set(Self::TIED, decoder.is_tied.into());
-        for size in self.sizes {
-            set(size.published, (size.get)(model).into());
+        for (key, size, _) in self.sizes {
+            set(key, size.of(model).into());
         }
         for (key, value) in self.fixed {
             set(key, value.json());
@@ -346,18 +324,14 @@ impl Published {
 }
 
 fn scaling_json(scaling: RopeScaling) -> Value {
-    let RopeScaling {
-        factor,
-        low_freq_factor,
-        high_freq_factor,
-        original_positions,
-    } = scaling;
-    let factors = [factor, low_freq_factor, high_freq_factor].map(Value::from);
-    let values = factors.into_iter().chain([original_positions.into()]);
-    let keys = Published::SCALING_KEYS.map(str::to_owned);
-    let mut json: Map<String, Value> = keys.into_iter().zip(values).collect();
-    json.insert("rope_type".into(), "llama3".into());
-    json.into()
+    let [factor, low, high, positions] = Published::SCALING_KEYS;
+    json!({
+        "rope_type": "llama3",
+        factor: scaling.factor,
+        low: scaling.low_freq_factor,
+        high: scaling.high_freq_factor,
+        positions: scaling.original_positions,
+    })
 }
 
 /// The shortest number that is this one in 32 bits.

@@ -173,40 +173,26 @@ pub struct Cut {
     index: usize,
 }
 
-/// A parameter cannot be cut so; why, in words.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{0}")]
-pub struct CutError(String);
-
 impl Cut {
     /// Part `index` of `parts` of each stretch of dimension `dim` of `shape`.
-    pub fn new(
-        (shape, dim): (&[usize], usize),
-        stretches: &[usize],
-        (index, parts): (usize, usize),
-    ) -> Result<Self, CutError> {
-        let refused = |why: String| Err(CutError(why));
-        if index >= parts {
-            return refused(format!("there is no part {index} of {parts}"));
-        }
-        let sum = stretches
-            .iter()
-            .try_fold(0_usize, |sum, len| sum.checked_add(*len));
-        if sum.is_none() || shape.get(dim).copied() != sum {
-            return refused(format!(
-                "stretches {stretches:?} do not make up dimension {dim} of shape {shape:?}"
-            ));
-        }
-        match stretches.iter().find(|len| !len.is_multiple_of(parts)) {
-            Some(len) => refused(format!(
-                "{len} elements cannot be divided into {parts} equal parts"
-            )),
-            None => Ok(Self {
-                dim,
-                stretches: stretches.to_vec(),
-                parts,
-                index,
-            }),
+    ///
+    /// # Panics
+    /// If there is no such part, or the stretches do not make up the dimension or cannot be divided evenly.
+    pub fn new((shape, dim): (&[usize], usize), stretches: &[usize], (index, parts): (usize, usize)) -> Self {
+        assert!(index < parts, "there is no part {index} of {parts}");
+        assert!(
+            shape.get(dim) == Some(&stretches.iter().sum()),
+            "stretches {stretches:?} do not make up dimension {dim} of shape {shape:?}"
+        );
+        assert!(
+            stretches.iter().all(|len| len.is_multiple_of(parts)),
+            "{stretches:?} cannot be divided into {parts} equal parts"
+        );
+        Self {
+            dim,
+            stretches: stretches.to_vec(),
+            parts,
+            index,
         }
     }
 

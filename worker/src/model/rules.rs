@@ -2,6 +2,7 @@
 
 use super::decoder::{Decoder, PositionKind};
 use crate::config::{Model, ModelKind, Problem, TrainConfig, out_of_range};
+use crate::mesh::nearest_multiples;
 
 /// Rows of the token embedding, if all sizes fit each other and `tensor` ranks can share them. `tokens` is the number of
 /// tokens that the tokenizer makes; `vocab_size`, where it is given, may be larger.
@@ -15,15 +16,6 @@ pub fn checked_vocab(model: &Model, tokens: usize, tensor: usize) -> Result<usiz
     broken.map_or(Ok(vocab), Err)
 }
 
-/// The multiples of `divisor` around `value` that are above 0.
-fn nearest(value: usize, divisor: usize) -> String {
-    let above = value.next_multiple_of(divisor);
-    match value / divisor * divisor {
-        0 => above.to_string(),
-        below => format!("{below} or {above}"),
-    }
-}
-
 fn heads(model: &Model) -> Option<Problem> {
     let (channels, heads, kv_heads) = (model.n_embd, model.n_head, model.kv_heads());
     if model.kind == ModelKind::Mlp {
@@ -32,7 +24,10 @@ fn heads(model: &Model) -> Option<Problem> {
     if !channels.is_multiple_of(heads) {
         let what =
             format!("`model.n_embd` is {channels}, expected a multiple of `model.n_head`, which is {heads}");
-        let hint = format!("use {}, or a different number of heads", nearest(channels, heads));
+        let hint = format!(
+            "use {}, or a different number of heads",
+            nearest_multiples(channels, heads)
+        );
         return Some(Problem::new("model.n_embd", what).with_hint(hint));
     }
     if !heads.is_multiple_of(kv_heads) {
@@ -89,7 +84,7 @@ fn parts(model: &Model, vocab: usize, tensor: usize) -> Option<Problem> {
     let fits = match key {
         // A smaller one has no room for the tokenizer's.
         "model.vocab_size" => size.next_multiple_of(tensor).to_string(),
-        _ => nearest(size, tensor),
+        _ => nearest_multiples(size, tensor),
     };
     let what = format!("`{key}` ({size}) cannot be divided over {tensor} tensor ranks");
     Some(

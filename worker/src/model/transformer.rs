@@ -11,6 +11,7 @@ use std::sync::Arc;
 use super::decoder::{ActivationKind, PositionKind};
 use super::layers::{Dense, DropoutLayer, NormedDense, Site, with_channels};
 use super::{Activation, Block, Context, GradSink, GradSlot, KvCache, ParamId, Saved};
+use crate::config::Recompute;
 use crate::device::{Buffer, DeviceError};
 use crate::ops::{
     AttentionBackward, AttentionDecode, AttentionForward, AttentionShape, CrossEntropy, CrossEntropyCombine,
@@ -97,21 +98,19 @@ impl Block for TransformerBlock {
         self.attention.as_ref().map_or(0, of)
     }
 
-    fn selective(&self) -> Option<Arc<dyn Block>> {
-        let mut leaner = self.clone();
-        leaner.feed_forward.keeps_wide = false;
-        Some(Arc::new(leaner))
-    }
-
-    fn keeping(&self) -> Option<Arc<dyn Block>> {
-        let mut richer = self.clone();
-        if let Some(attention) = &mut richer.attention {
-            attention.qkv = attention.qkv.keeping("attention normalised");
+    fn recomputing(&self, what: Recompute) -> Option<Arc<dyn Block>> {
+        let mut other = self.clone();
+        let feed_forward = &mut other.feed_forward;
+        if what == Recompute::Selective {
+            feed_forward.keeps_wide = false;
+        } else {
+            feed_forward.widen = feed_forward.widen.keeping("feed-forward normalised");
+            feed_forward.keeps_active = feed_forward.activation == ActivationKind::Gelu;
+            if let Some(attention) = &mut other.attention {
+                attention.qkv = attention.qkv.keeping("attention normalised");
+            }
         }
-        let feed_forward = &mut richer.feed_forward;
-        feed_forward.widen = feed_forward.widen.keeping("feed-forward normalised");
-        feed_forward.keeps_active = feed_forward.activation == ActivationKind::Gelu;
-        Some(Arc::new(richer))
+        Some(Arc::new(other))
     }
 
     fn backward(
@@ -159,9 +158,7 @@ impl Embedding {
             dropout: DropoutLayer { rate, layer: 0 },
         }
     }
-}
 
-impl Embedding {
     /// `[B, T]` tokens to `[B, T, C]`, or this rank's rows of it; the first position of each sample is `first_position`.
     fn rows(
         &self,
@@ -245,7 +242,7 @@ impl Block for Embedding {
                 positions,
                 channels,
             };
-            ctx.contribute(grads, ([wpe], &[&dout]), |[slot]| of(slot))?;
+            ctx.contribute(grads, (wpe, &[&dout]), of)?;
         }
         let (token_rows, dout_rows) = (tokens.buffer().clone(), dout.buffer().clone());
         let part = ctx.vocabulary(self.held);
@@ -256,7 +253,7 @@ impl Block for Embedding {
             dwte: slot.buffer,
             accumulate: slot.accumulate,
         };
-        ctx.contribute(grads, ([self.wte], &[&tokens, &dout]), |[slot]| of(slot))?;
+        ctx.contribute(grads, (self.wte, &[&tokens, &dout]), of)?;
         Ok(None)
     }
 }
@@ -282,9 +279,7 @@ impl Head {
         let params = projection.params();
         Self { projection, params }
     }
-}
 
-impl Head {
     /// Losses `[R]` of logits `[R, V]`, which become their gradients if a backward follows. Where the ranks of a tensor
     /// group have parts of the vocabulary, three numbers a row and rank are exchanged, and all ranks have all losses.
     fn losses(&self, ctx: &Context<'_>, logits: &Activation) -> Result<Activation, DeviceError> {
@@ -335,9 +330,9 @@ impl Block for Head {
         &self.params
     }
 
-    fn keeping(&self) -> Option<Arc<dyn Block>> {
+    fn recomputing(&self, what: Recompute) -> Option<Arc<dyn Block>> {
         let projection = self.projection.keeping("head normalised");
-        Some(Arc::new(Self::new(projection)))
+        (what == Recompute::Nothing).then(|| Arc::new(Self::new(projection)) as Arc<dyn Block>)
     }
 
     /// Keeps the input and the logits' gradient, R·(C + V) elements, and R·C where the normalised rows are kept; nothing if

@@ -7,10 +7,10 @@ use super::cpu::matrix::Matrix;
 use super::cpu::stored::Stored;
 use super::cuda::plan::{
     Call, Plan, Scratch, THREADS, WIDEST, count, element, elementwise_grid, expect_dtype, grad_defines,
-    grad_units, kernels, width,
+    kernels, width,
 };
 use super::{Operation, expect_len};
-use crate::device::cuda::{CompileUnit, Grid, KernelSource};
+use crate::device::cuda::{Grid, KernelSource};
 use crate::device::{Buffer, Cpu, DeviceError};
 
 /// Columns that one part of the work sums.
@@ -273,8 +273,4 @@ impl Partials {
             .flag(second.is_some_and(|(_, accumulate)| accumulate));
         Ok(call)
     }
-}
-
-pub(super) fn units() -> Vec<CompileUnit> {
-    grad_units(&SOURCE)
 }

@@ -10,9 +10,9 @@
 
 use super::cpu::kernel::{Real, by_dtype, kernel, ln, max_of, sum_map};
 use super::cpu::stored::Stored;
-use super::cuda::plan::{Call, Plan, count, element, expect_dtype, kernels, units_with};
+use super::cuda::plan::{Call, Plan, count, element, expect_dtype, kernels};
 use super::{Operation, VocabularyPart, expect_len, expect_tokens};
-use crate::device::cuda::{CompileUnit, Define, Grid, KernelSource};
+use crate::device::cuda::{Define, Grid, KernelSource};
 use crate::device::{Buffer, Cpu, DType, DeviceError, Isa};
 
 /// Rows of one part of the work: few, because a row may have 50,000 exponentials.
@@ -392,13 +392,6 @@ fn defines(act: &'static str, threads: u32) -> Vec<Define> {
         Define::word("ACT", act),
         Define::number("ROW_THREADS", i64::from(threads)),
     ]
-}
-
-pub(super) fn units() -> Vec<CompileUnit> {
-    let all = ["f32", "bf16"].map(|act| [WARP, 256, 1024].map(|threads| defines(act, threads)));
-    let mut units = units_with(&SOURCE, all.into_iter().flatten());
-    units.push(CompileUnit::new(&LOSS_SUM_SOURCE, &[]));
-    units
 }
 
 /// `total += Σ losses[r]`, in f64; without `accumulate`, `total = Σ losses[r]`

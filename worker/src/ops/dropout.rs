@@ -5,9 +5,9 @@
 
 use super::cpu::kernel::{Real, by_dtype};
 use super::cpu::stored::Stored;
-use super::cuda::plan::{Arg, Plan, act_units, count, elementwise, kernels};
+use super::cuda::plan::{Arg, Plan, count, elementwise, kernels};
 use super::{Operation, expect_len};
-use crate::device::cuda::{CompileUnit, KernelSource};
+use crate::device::cuda::KernelSource;
 use crate::device::{Buffer, Cpu, DeviceError};
 
 /// Approximate number of elements of one part of the work.
@@ -207,10 +207,6 @@ impl Dropout {
 }
 
 static SOURCE: KernelSource = kernels("dropout.cu", include_str!("cuda/dropout.cu"));
-
-pub(super) fn units() -> Vec<CompileUnit> {
-    act_units(&SOURCE)
-}
 
 const ROUNDS: usize = 10;
 const MULTIPLIERS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];

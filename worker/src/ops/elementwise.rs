@@ -12,14 +12,13 @@ use std::ops::Range;
 use bytemuck::{cast_slice, cast_slice_mut};
 use half::bf16;
 
-use super::cpu::kernel::{EXPS, Real, by_dtype, kernel};
+use super::cpu::kernel::{EXPS, Real, by_dtype, kernel, with_scratch};
 use super::cpu::stored::Stored;
 use super::cuda::plan::{
-    Call, Plan, THREADS, act_defines, act_units, element, elementwise, elementwise_grid, kernels, units_with,
-    vec_define, width,
+    Call, Plan, THREADS, act_defines, element, elementwise, elementwise_grid, kernels, vec_define, width,
 };
 use super::{Operation, expect_len};
-use crate::device::cuda::{CompileUnit, Define, Grid, KernelSource};
+use crate::device::cuda::{Define, Grid, KernelSource};
 use crate::device::{Buffer, Cpu, DType, DeviceError};
 
 /// Elements of one part of the work.
@@ -232,30 +231,27 @@ impl GeluBackward {
     fn compute<S: Stored>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
         expect_len(Self::NAME, "dout", self.dout_dinp.len(), self.inp_out.len())?;
         let mut dout_dinp = self.dout_dinp.host_mut::<S>()?;
+        let douts = dout_dinp.chunks_mut(GELU_PART);
         let isa = cpu.isa();
-        if !self.makes_out {
+        let back = |inp: &mut [S::Real], dout: &mut [S]| {
+            S::write(isa, dout, true, |dout| gelu_back(isa, inp, dout));
+        };
+        if self.makes_out {
+            let mut inp_out = self.inp_out.host_mut::<S>()?;
+            let parts = inp_out.chunks_mut(GELU_PART).zip(douts).collect();
+            cpu.for_each_part(parts, |(inp, dout): (&mut [S], &mut [S])| {
+                S::write(isa, inp, true, |inp| back(inp, dout));
+            });
+        } else {
             let inp = self.inp_out.host::<S>()?;
-            let parts = inp
-                .chunks(GELU_PART)
-                .zip(dout_dinp.chunks_mut(GELU_PART))
-                .collect();
+            let parts = inp.chunks(GELU_PART).zip(douts).collect();
             cpu.for_each_part(parts, |(inp, dout): (&[S], &mut [S])| {
-                S::read(isa, inp, |inp| {
-                    S::write(isa, dout, true, |dout| gelu_slope(isa, inp, dout));
+                with_scratch(inp.len(), |copy| {
+                    S::widen(isa, inp, copy);
+                    back(copy, dout);
                 });
             });
-            return Ok(());
         }
-        let mut inp_out = self.inp_out.host_mut::<S>()?;
-        let parts = inp_out
-            .chunks_mut(GELU_PART)
-            .zip(dout_dinp.chunks_mut(GELU_PART))
-            .collect();
-        cpu.for_each_part(parts, |(inp, dout): (&mut [S], &mut [S])| {
-            S::write(isa, inp, true, |inp| {
-                S::write(isa, dout, true, |dout| gelu_back(isa, inp, dout));
-            });
-        });
         Ok(())
     }
 }
@@ -295,26 +291,6 @@ kernel! {
     }
 }
 
-kernel! {
-    /// [`gelu_back`] without the output.
-    fn gelu_slope<'a, T>(inp: &'a [T], dout_dinp: &'a mut [T]) -> () {
-        let (blocks, rest) = inp.as_chunks();
-        let (d_blocks, d_rest) = dout_dinp.as_chunks_mut::<EXPS>();
-        for (x, d) in blocks.iter().zip(d_blocks) {
-            let mut gates = *x;
-            gate_each(&mut gates);
-            for i in 0..EXPS {
-                let mut x = x[i];
-                gate_back(&mut x, &mut d[i], gates[i]);
-            }
-        }
-        for (&x, d) in rest.iter().zip(d_rest) {
-            let (gate, mut x) = (gate(x), x);
-            gate_back(&mut x, d, gate);
-        }
-    }
-}
-
 #[inline(always)]
 fn gate_back<T: Real>(x: &mut T, d: &mut T, gate: T) {
     let (root, slope) = (T::of(TWICE_ROOT), T::of(3.0 * TWICE_ROOT * CUBIC));
@@ -349,15 +325,3 @@ fn minus_twice<T: Real>(x: T) -> T {
 }
 
 static GELU_SOURCE: KernelSource = kernels("gelu.cu", include_str!("cuda/gelu.cu"));
-
-pub(super) fn units() -> Vec<CompileUnit> {
-    let types = ["f32", "bf16"].map(|from| ["f32", "bf16"].map(|to| (from, to)));
-    let types = types.into_iter().flatten();
-    let casts = types.flat_map(|(from, to)| [8, 1].map(|width| cast_defines(from, to, width)));
-    [
-        act_units(&FILL_SOURCE),
-        act_units(&GELU_SOURCE),
-        units_with(&CAST_SOURCE, casts),
-    ]
-    .concat()
-}

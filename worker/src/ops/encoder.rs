@@ -10,10 +10,10 @@ use super::cpu::kernel::{add_into, by_dtype, by_dtypes};
 use super::cpu::matrix::MatrixMut;
 use super::cpu::stored::Stored;
 use super::cuda::plan::{
-    Call, Plan, Scratch, THREADS, count, element, expect_dtype, grad_defines, grad_units, kernels, width,
+    Call, Plan, Scratch, THREADS, count, element, expect_dtype, grad_defines, kernels, width,
 };
 use super::{Fill, Operation, expect_len, expect_tokens};
-use crate::device::cuda::{CompileUnit, Grid, KernelSource};
+use crate::device::cuda::{Grid, KernelSource};
 use crate::device::{Buffer, Cpu, DType, DeviceError};
 
 /// Rows of one part of the forward.
@@ -374,15 +374,6 @@ fn expect_positions(
 }
 
 static SOURCE: KernelSource = kernels("encoder.cu", include_str!("cuda/encoder.cu"));
-
-pub(super) fn units() -> Vec<CompileUnit> {
-    [
-        grad_units(&SOURCE),
-        grad_units(&SUM),
-        vec![CompileUnit::new(&SORT, &[])],
-    ]
-    .concat()
-}
 
 /// Bits of a token that one pass sorts by, and what they can be.
 const DIGIT_BITS: u32 = 8;

@@ -281,7 +281,7 @@ fn cut<S: Stored, T>(out: MatrixMut<'_, T>, threads: usize) -> Vec<Tile<'_, T>> 
     const NARROWEST: usize = 64;
     /// Columns of a tile are a multiple of this. The last tile has as many at least, where there are several.
     const STEP: usize = 16;
-    /// Outputs of so many rows are low: `gemm` divides the inner dimension of at most 64 × 64 in its own way.
+    /// An output with at most this many rows is low: `gemm` divides the inner dimension of at most 64 × 64 in its own way.
     const LOW: usize = 64;
     let (height, width) = (out.row_count(), out.col_count());
     if height == 1 {

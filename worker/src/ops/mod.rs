@@ -69,7 +69,7 @@ pub use update::{
 
 use cuda::plan::Plan;
 
-use crate::device::cuda::{CompileUnit, LaunchContext};
+use crate::device::cuda::LaunchContext;
 use crate::device::{Buffer, Cpu, DeviceError};
 
 /// An operation: its kernel on the CPU, and what it launches on an NVIDIA GPU.
@@ -205,20 +205,4 @@ pub(crate) fn expect_tokens(
             what: format!("`{name}[{at}]` is {}, the vocabulary has {vocab}", tokens[at]),
         }),
     }
-}
-
-/// All kernels that can be compiled, for checks without a GPU and for compiling ahead.
-pub fn units() -> Vec<CompileUnit> {
-    [
-        attention::units(),
-        column_sum::units(),
-        cross_entropy::units(),
-        dropout::units(),
-        elementwise::units(),
-        encoder::units(),
-        norm::units(),
-        row_norm::units(),
-        swiglu::units(),
-    ]
-    .concat()
 }

@@ -2,12 +2,10 @@
 
 use super::cpu::kernel::{by_dtype, kernel, sum_lanes, update};
 use super::cpu::stored::Stored;
-use super::cuda::plan::{
-    Call, Plan, THREADS, count, element, expect_dtype, kernels, units_with, vec_define, width,
-};
+use super::cuda::plan::{Call, Plan, THREADS, count, element, expect_dtype, kernels, vec_define, width};
 use super::update::{UPDATE_NUMBERS, bias_correction};
 use super::{Operation, expect_len};
-use crate::device::cuda::{CompileUnit, Define, Grid, KernelSource};
+use crate::device::cuda::{Define, Grid, KernelSource};
 use crate::device::{Buffer, Cpu, DType, DeviceError};
 
 /// Elements of an arena whose squares are summed together, in f64. Shards align to it, so that the norm does
@@ -201,9 +199,4 @@ static SOURCE: KernelSource = kernels("norm.cu", include_str!("cuda/norm.cu"));
 
 fn defines(grad: &'static str, width: usize) -> Vec<Define> {
     vec![Define::word("GRAD", grad), vec_define(width)]
-}
-
-pub(super) fn units() -> Vec<CompileUnit> {
-    let all = ["f32", "bf16"].map(|grad| [8, 1].map(|width| defines(grad, width)));
-    units_with(&SOURCE, all.into_iter().flatten())
 }

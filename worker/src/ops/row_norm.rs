@@ -14,11 +14,9 @@ use super::cpu::kernel::{
     with_scratch,
 };
 use super::cpu::stored::Stored;
-use super::cuda::plan::{
-    Call, Plan, Scratch, WIDEST, count, element, expect_dtype, kernels, units_with, vec_define, width,
-};
+use super::cuda::plan::{Call, Plan, Scratch, count, element, expect_dtype, kernels, vec_define, width};
 use super::{Operation, expect_lens};
-use crate::device::cuda::{CompileUnit, Define, Grid, KernelSource};
+use crate::device::cuda::{Define, Grid, KernelSource};
 use crate::device::{Buffer, Cpu, DeviceError, Isa};
 
 /// ε of GPT-2's layer normalisation.
@@ -446,17 +444,4 @@ impl RowThreads {
             Define::number("ROW_THREADS", self.threads as i64),
         ]
     }
-}
-
-/// Samples of each way to share rows: one warp per row, one block per row, and unaligned rows.
-pub(super) fn units() -> Vec<CompileUnit> {
-    let mut defines = Vec::new();
-    for (channels, width) in [(128, WIDEST), (768, WIDEST), (1600, WIDEST), (33, 1)] {
-        for shape in [RowThreads::forward, RowThreads::backward] {
-            for (act, centered) in [("f32", true), ("bf16", true), ("f32", false), ("bf16", false)] {
-                defines.push(shape(channels, width).defines(act, centered));
-            }
-        }
-    }
-    units_with(&SOURCE, defines)
 }

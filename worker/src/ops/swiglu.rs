@@ -6,10 +6,10 @@
 use super::cpu::kernel::{Real, by_dtype, kernel, update2};
 use super::cpu::stored::Stored;
 use super::cuda::plan::{
-    Call, Plan, act_defines, act_units, count, element, elementwise_grid, expect_dtype, kernels, width,
+    Call, Plan, act_defines, count, element, elementwise_grid, expect_dtype, kernels, width,
 };
 use super::{Operation, expect_len};
-use crate::device::cuda::{CompileUnit, KernelSource};
+use crate::device::cuda::KernelSource;
 use crate::device::{Buffer, Cpu, DeviceError};
 
 /// Approximate number of output elements of one part of the work.
@@ -174,7 +174,3 @@ fn sigmoid<T: Real>(x: T) -> T {
 }
 
 static SOURCE: KernelSource = kernels("swiglu.cu", include_str!("cuda/swiglu.cu"));
-
-pub(super) fn units() -> Vec<CompileUnit> {
-    act_units(&SOURCE)
-}

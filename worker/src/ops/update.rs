@@ -9,10 +9,10 @@ use half::bf16;
 
 use super::cpu::stored::Stored;
 use super::cuda::plan::{
-    Call, Plan, Scratch, WIDEST, element, elementwise_grid, expect_dtype, units_with, vec_define, width,
+    Call, Plan, Scratch, WIDEST, element, elementwise_grid, expect_dtype, vec_define, width,
 };
 use super::{Operation, expect_len};
-use crate::device::cuda::{CompileUnit, Define, KernelSource};
+use crate::device::cuda::{Define, KernelSource};
 use crate::device::{Buffer, Cpu, DType, DeviceError, Isa};
 
 /// The formula of an element-wise optimizer, as data.
@@ -435,15 +435,6 @@ fn defines(grad: &'static str, copy: bool, slots: usize, width: usize) -> Vec<De
         Define::number("CONSTANTS", MAX_CONSTANTS as i64),
         vec_define(width),
     ]
-}
-
-/// All that the kernel of a rule is compiled as.
-pub(crate) fn units_of(rule: &UpdateRule) -> Vec<CompileUnit> {
-    let slots = rule.slots.len();
-    let grads = ["f32", "bf16"].map(|grad| [(grad, false), (grad, true)]);
-    let grads = grads.into_iter().flatten();
-    let all = grads.flat_map(|(grad, copy)| [8, 1].map(|width| defines(grad, copy, slots, width)));
-    units_with(rule.source, all)
 }
 
 #[cfg(test)]

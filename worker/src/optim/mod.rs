@@ -20,5 +20,5 @@ mod state_memory;
 pub use clip::Clip;
 pub use optimizer::{Optimizer, UpdateStep};
 pub use rates::{GroupRates, ParamGroups, batch_factor, learning_rate};
-pub use rules::{adamw, lion, rule, rules, sgd, units};
+pub use rules::{adamw, lion, muon_blend, muon_descend, muon_momentum, rule, sgd};
 pub use state_memory::{HostState, PIECE, StateBytes, StateMemory, evict};

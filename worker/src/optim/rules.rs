@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use crate::config::{OptimizerConfig, OptimizerKind};
 use crate::device::Buffer;
-use crate::device::cuda::{CompileUnit, KernelSource};
-use crate::ops::cuda::{kernels, units_of};
+use crate::device::cuda::KernelSource;
+use crate::ops::cuda::kernels;
 use crate::ops::{Rates, Runs, Update, UpdateNumbers, UpdatePart, UpdateRule, kernel};
 use crate::parallel::{ArenaRanges, ArenaShare};
 
@@ -18,24 +18,6 @@ pub fn rule(config: &OptimizerConfig) -> Arc<UpdateRule> {
         OptimizerKind::Lion => lion(config.betas()),
         OptimizerKind::Sgd => sgd(config.momentum(), config.nesterov()),
     }
-}
-
-/// Every rule that has kernels, with every number of slots.
-pub fn rules() -> Vec<Arc<UpdateRule>> {
-    vec![
-        adamw([0.9, 0.95], 1e-8),
-        lion([0.9, 0.99]),
-        sgd(0.9, false),
-        sgd(0.0, false),
-        muon_momentum(0.95, true),
-        muon_blend(0.5, 2.0),
-        muon_descend(3.0),
-    ]
-}
-
-/// All that the rules' CUDA kernels are compiled as.
-pub fn units() -> Vec<CompileUnit> {
-    rules().iter().flat_map(|rule| units_of(rule)).collect()
 }
 
 /// What the updates of a step read and write.
@@ -192,7 +174,7 @@ kernel! {
 static MUON: KernelSource = kernels("muon.cu", include_str!("muon.cu"));
 
 /// `m = μm + (1−μ)g`, and the parameter, which is not read, becomes Muon's `d`.
-pub(super) fn muon_momentum(momentum: f32, nesterov: bool) -> Arc<UpdateRule> {
+pub fn muon_momentum(momentum: f32, nesterov: bool) -> Arc<UpdateRule> {
     Arc::new(UpdateRule {
         name: "muon_momentum",
         slots: &["exp_avg"],
@@ -217,7 +199,7 @@ kernel! {
 }
 
 /// `p = keep·p + add·scale·g`; without `keep` whatever `p` is.
-pub(super) fn muon_blend(keep: f32, add: f32) -> Arc<UpdateRule> {
+pub fn muon_blend(keep: f32, add: f32) -> Arc<UpdateRule> {
     Arc::new(UpdateRule {
         name: "muon_blend",
         slots: &[],
@@ -240,7 +222,7 @@ kernel! {
 }
 
 /// `p −= lr·(gain·g + λp)`, whatever the factor of the gradient is, if it is finite.
-pub(super) fn muon_descend(gain: f32) -> Arc<UpdateRule> {
+pub fn muon_descend(gain: f32) -> Arc<UpdateRule> {
     Arc::new(UpdateRule {
         name: "muon_descend",
         slots: &[],

@@ -11,7 +11,9 @@
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
+
+use parking_lot::Mutex;
 
 use crate::device::{
     Arena, ArenaSpec, Buffer, CpuDevice, DType, Device, DeviceError, FileMemory, HostMemory, HostPass,
@@ -23,7 +25,7 @@ use crate::ops::{Cast, HostUpdate, Op, Update, cast_bytes};
 /// the next piece arrive while it is in the processor's caches.
 pub const PIECE: usize = 1 << 20;
 
-/// What to do where the file cannot be.
+/// Hint if the file cannot be created.
 const HINT: &str =
     "`train.offload.dir` must be a directory with room for the optimizer state of all ranks of the node";
 
@@ -239,7 +241,7 @@ impl HostState {
         let arena = self.host.alloc(spec)?;
         // The system gives the pages now, not in the middle of the first step.
         arena.whole().host_bytes_mut()?.fill(0);
-        self.state().push(arena.clone());
+        self.state.lock().push(arena.clone());
         Ok(arena)
     }
 
@@ -274,11 +276,7 @@ impl HostState {
 
     /// True if this was allocated here.
     pub(super) fn holds(&self, buffer: &Buffer) -> bool {
-        self.state().iter().any(|arena| arena.same(buffer.arena()))
-    }
-
-    fn state(&self) -> MutexGuard<'_, Vec<Arena>> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock().iter().any(|arena| arena.same(buffer.arena()))
     }
 
     /// A conversion between state and memory of the device.

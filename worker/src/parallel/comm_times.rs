@@ -1,10 +1,12 @@
 //! Waiting for communication, and measuring it: the one place that knows a step's exposed time.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
+
 use crate::collective::{Work, WorkError};
-use crate::device::{Device, Event, Stream};
+use crate::device::{Device, DeviceError, Event, Stream};
 use crate::timeline::{Interval, Kind, Lane, Span, Timeline};
 
 /// Time that communication took.
@@ -35,20 +37,16 @@ pub struct DeviceTimes(Arc<Mutex<CommTimes>>);
 impl DeviceTimes {
     /// The times so far.
     pub fn times(&self) -> CommTimes {
-        *self.lock()
+        *self.0.lock()
     }
 
     /// The times so far; resets them.
     pub(super) fn take(&self) -> CommTimes {
-        std::mem::take(&mut *self.lock())
+        std::mem::take(&mut *self.0.lock())
     }
 
     pub(super) fn add(&self, times: CommTimes) {
-        *self.lock() += times;
-    }
-
-    fn lock(&self) -> MutexGuard<'_, CommTimes> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        *self.0.lock() += times;
     }
 }
 
@@ -62,7 +60,7 @@ const LAUNCHES: &str = "launches communication";
 const SHORTEST: Duration = Duration::from_micros(5);
 
 /// Issues operations, waits for them, and keeps account of their times and failures.
-pub(super) struct CommTracker {
+pub struct CommTracker {
     device: Arc<dyn Device>,
     timeline: Timeline,
     account: Mutex<Account>,
@@ -95,7 +93,7 @@ impl CommTracker {
         let began = Instant::now();
         let work = issue();
         self.blocked_since(began, LAUNCHES);
-        let mut account = self.account();
+        let mut account = self.account.lock();
         let device_times = account.device_times.clone();
         account.unfinished.push((work.clone(), device_times));
         work
@@ -112,7 +110,7 @@ impl CommTracker {
         let interval = Interval::Stream([before, behind.clone()]);
         self.timeline
             .record(Span::of(Lane::Compute, Kind::Wait, WAITS), interval.clone());
-        let mut account = self.account();
+        let mut account = self.account.lock();
         let device_times = account.device_times.clone();
         account.stream_waits.push((behind, interval, device_times));
     }
@@ -130,14 +128,14 @@ impl CommTracker {
         let outcome = work.wait(deadline);
         self.host_waited_since(began, WAITS);
         outcome.map(drop).inspect_err(|error| {
-            self.account().failure.get_or_insert_with(|| error.clone());
+            self.account.lock().failure.get_or_insert_with(|| error.clone());
         })
     }
 
-    /// Why an operation failed, if one is known to have.
+    /// The first failure of an operation, if one is known.
     pub(super) fn check(&self) -> Result<(), WorkError> {
         let now = Instant::now();
-        let mut guard = self.account();
+        let mut guard = self.account.lock();
         let account = &mut *guard;
         for (work, device_times) in account.unfinished.extract_if(.., |(work, _)| work.is_done()) {
             match work.wait(now) {
@@ -164,8 +162,14 @@ impl CommTracker {
         account.failure.clone().map_or(Ok(()), Err)
     }
 
-    /// As [`CommTracker::check`].
-    pub(super) fn failure(&self) -> Option<WorkError> {
+    /// [`CommTracker::check`] for an operation of the device that needs what was communicated.
+    pub(super) fn check_input(&self) -> Result<(), DeviceError> {
+        let checked = self.check();
+        checked.map_err(|error| DeviceError::Upstream(error.to_string()))
+    }
+
+    /// Why an operation failed, if one is known to have.
+    pub fn failure(&self) -> Option<WorkError> {
         self.check().err()
     }
 
@@ -174,20 +178,19 @@ impl CommTracker {
     pub(super) fn times(&self) -> CommTimes {
         // Whoever asks for the failure is told of it.
         let _ = self.check();
-        self.account().times
+        self.account.lock().times
     }
 
-    /// The same, and begins a new account.
-    pub(super) fn take_times(&self) -> CommTimes {
+    /// The time that the host saw communication take since the last call.
+    pub fn take_times(&self) -> CommTimes {
         let times = self.times();
-        self.account().times = CommTimes::default();
+        self.account.lock().times = CommTimes::default();
         times
     }
 
-    /// The account of what was launched since the last call, into which [`CommTracker::check`] writes whatever of it has
-    /// ended.
-    pub(super) fn take_device_times(&self) -> DeviceTimes {
-        std::mem::take(&mut self.account().device_times)
+    /// The times that the device measures of what was launched since the last call. They are added when operations end.
+    pub fn take_device_times(&self) -> DeviceTimes {
+        std::mem::take(&mut self.account.lock().device_times)
     }
 
     /// A device that runs asynchronously goes on meanwhile.
@@ -210,11 +213,7 @@ impl CommTracker {
             let interval = Interval::Host([began, ended]);
             self.timeline.record(Span::of(lane, Kind::Wait, name), interval);
         }
-        self.account().times.exposed += took;
-    }
-
-    fn account(&self) -> MutexGuard<'_, Account> {
-        self.account.lock().unwrap_or_else(PoisonError::into_inner)
+        self.account.lock().times.exposed += took;
     }
 }
 

@@ -12,9 +12,9 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
-use super::comm_times::{CommTimes, CommTracker, DeviceTimes};
+use super::comm_times::CommTracker;
 use super::pipeline::{Action, ActionKind, Edge, Placement, Transfer};
-use crate::collective::{CollectiveError, Communicator, Launch, Traffic, Work, WorkError};
+use crate::collective::{CollectiveError, Communicator, Launch, Traffic, Work};
 use crate::device::{DType, Device, DeviceError, Stream};
 use crate::mesh::{Axis, Mesh};
 use crate::model::{Activation, ActivationPool};
@@ -208,7 +208,7 @@ impl EdgeQueues {
         if let Some(work) = arrival.work {
             self.tracker
                 .wait_in_stream(self.stream, work.event(), self.deadline());
-            self.check()?;
+            self.tracker.check_input()?;
         }
         Ok(arrival.activation)
     }
@@ -227,7 +227,7 @@ impl EdgeQueues {
             .tracker
             .launch(|| comm.send(activation.buffer(), 1 - comm.rank(), launch));
         queue.held.push_back((work, activation));
-        self.check()
+        self.tracker.check_input()
     }
 
     /// Ends a row after its last action: releases all activations once they are sent.
@@ -241,19 +241,9 @@ impl EdgeQueues {
         Ok(())
     }
 
-    /// Why a message has failed, if one has.
-    pub fn failure(&self) -> Option<WorkError> {
-        self.tracker.failure()
-    }
-
-    /// Time that messages took since the last call, as far as the host saw it: from when their receives were posted.
-    pub fn take_times(&self) -> CommTimes {
-        self.tracker.take_times()
-    }
-
-    /// The times that the device measures of what was launched since the last call.
-    pub fn take_device_times(&self) -> DeviceTimes {
-        self.tracker.take_device_times()
+    /// Times and failure of the messages. A message's time begins when its receive is posted.
+    pub fn tracker(&self) -> &CommTracker {
+        &self.tracker
     }
 
     /// Posts the next receive of an edge, if there is one.
@@ -284,7 +274,7 @@ impl EdgeQueues {
             self.tracker.wait_in_stream(self.stream, work.event(), deadline);
             drop(activation);
         }
-        self.check()
+        self.tracker.check_input()
     }
 
     fn deadline(&self) -> std::time::Instant {
@@ -296,11 +286,6 @@ impl EdgeQueues {
     fn transfer(&self, action: Action) -> Transfer {
         let transfer = action.transfer(&self.placement);
         transfer.expect("the schedule was checked: another rank is at the other end")
-    }
-
-    fn check(&self) -> Result<(), DeviceError> {
-        let checked = self.tracker.check();
-        checked.map_err(|error| DeviceError::Upstream(error.to_string()))
     }
 }
 

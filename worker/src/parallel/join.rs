@@ -12,7 +12,7 @@ use crate::collective::{
 use crate::device::cuda::CudaDevice;
 use crate::device::{ArenaSpec, CpuDevice, DType, Device, DeviceError};
 use crate::libraries::LibraryError;
-use crate::session::Session;
+use crate::session::{Cancel, Session};
 
 /// Name of the communicator of all ranks, in errors.
 const NAME: &str = "world";
@@ -26,6 +26,12 @@ pub struct JoinOptions {
     pub threads: usize,
     /// Bound of the joining and of each operation.
     pub timeout: Duration,
+}
+
+impl JoinOptions {
+    fn communicator(&self, transport: Box<dyn Transport>, cancel: &Cancel) -> Communicator {
+        Communicator::new(NAME, transport, self.executor, self.timeout, cancel)
+    }
 }
 
 impl Default for JoinOptions {
@@ -63,15 +69,6 @@ pub enum JoinError {
     Device(#[from] DeviceError),
 }
 
-impl From<WorkError> for JoinError {
-    fn from(error: WorkError) -> Self {
-        match error {
-            WorkError::Failed(error) => Self::Collective(error),
-            WorkError::Pending(error) => Self::Device(error),
-        }
-    }
-}
-
 /// Finds the other ranks, for buffers in host memory. Every rank of the generation must call it.
 pub fn join_world(session: &Session, options: &JoinOptions) -> Result<Communicator, JoinError> {
     join_world_through(session, options, |transport| transport)
@@ -88,14 +85,7 @@ pub fn join_world_through(
     let store = session.store();
     let transport = connect(&info, store.as_ref(), &cancel, options.timeout)
         .map_err(|failure| refused(session, "connect", failure))?;
-    let (executor, timeout) = (options.executor, options.timeout);
-    Ok(Communicator::new(
-        NAME,
-        wrap(transport),
-        executor,
-        timeout,
-        &cancel,
-    ))
+    Ok(options.communicator(wrap(transport), &cancel))
 }
 
 /// Finds the other ranks, for buffers on `device`, which on a GPU NCCL moves. Every rank of the generation must call
@@ -112,16 +102,10 @@ pub fn join_world_on(
     }
     let env = session.env();
     let (rank, world_size) = (env.rank.get() as usize, env.world_size.get() as usize);
-    let (timeout, cancel) = (options.timeout, session.cancel());
+    let cancel = session.cancel();
     if world_size == 1 {
         let transport = Box::new(SingleRank::on_stream(rank));
-        return Ok(Communicator::new(
-            NAME,
-            transport,
-            options.executor,
-            timeout,
-            &cancel,
-        ));
+        return Ok(options.communicator(transport, &cancel));
     }
     let nccl = Nccl::load()?;
     meet(session, options)?;
@@ -129,18 +113,12 @@ pub fn join_world_on(
         name: NAME.into(),
         rank,
         members: (0..world_size).collect(),
-        timeout,
+        timeout: options.timeout,
         cancel: cancel.clone(),
     };
     let transport = NcclTransport::connect(&nccl, device, session.store(), world)
         .map_err(|failure| refused(session, &format!("connect by NCCL {}", nccl.version()), failure))?;
-    Ok(Communicator::new(
-        NAME,
-        Box::new(transport),
-        options.executor,
-        timeout,
-        &cancel,
-    ))
+    Ok(options.communicator(Box::new(transport), &cancel))
 }
 
 /// Returns once all ranks have come.
@@ -152,8 +130,11 @@ fn meet(session: &Session, options: &JoinOptions) -> Result<(), JoinError> {
     let comm = join_world(session, &options)?;
     let nothing = CpuDevice::new(1)?.alloc(&ArenaSpec::private("barrier", DType::U8, 0))?;
     let barrier = comm.barrier(&nothing.whole(), Launch::now(Traffic::Other, "before NCCL"));
-    barrier.wait(Instant::now() + options.timeout)?;
-    Ok(())
+    match barrier.wait(Instant::now() + options.timeout) {
+        Ok(_) => Ok(()),
+        Err(WorkError::Failed(error)) => Err(error.into()),
+        Err(WorkError::Pending(error)) => Err(error.into()),
+    }
 }
 
 /// The failure of a call that made no communicator.

@@ -38,7 +38,7 @@ mod tensor;
 
 pub use agreement::{Agreement, AgreementError, Signature};
 pub use batch_norm::SyncBatchNorm;
-pub use comm_times::{CommTimes, DeviceTimes};
+pub use comm_times::{CommTimes, CommTracker, DeviceTimes};
 pub use dtypes::Dtypes;
 pub use edge_queues::{Arrival, EdgeQueues};
 pub use join::{JoinError, JoinOptions, join_world, join_world_on, join_world_through};

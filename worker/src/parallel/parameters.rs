@@ -15,13 +15,14 @@
 //! bias needs none of this: it travels with its block's unit and costs no operation of its own.
 
 use std::ops::Range;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use ddp_proto::words::numbered;
+use parking_lot::Mutex;
 
 use super::comm_times::CommTracker;
 use super::reduction::slots_for;
-use super::{ArenaRanges, ArenaShare, CommTimes, DeviceTimes, ReduceError, ReplicaSet, Sharding};
+use super::{ArenaRanges, ArenaShare, ReduceError, ReplicaSet, Sharding};
 use crate::collective::{CollectiveError, Communicator, Launch, Traffic, Work, WorkError};
 use crate::device::{Arena, ArenaSpec, Buffer, DType, Device, DeviceError, Stream};
 use crate::model::{Model, ParamId, Params, Pass};
@@ -125,7 +126,7 @@ impl Parameters {
     /// Gathers what a block's pass reads, as far as it is not there, and begins to gather what the next pass reads. Later
     /// operations of the compute stream can read it.
     pub fn unshard(&self, block: usize, pass: Pass) -> Result<(), DeviceError> {
-        let mut gathered = self.gathered();
+        let mut gathered = self.gathered.lock();
         for &unit in self.plan.needed(block, pass) {
             if !self.gather(&mut gathered, unit) {
                 let name = &self.sharding.units()[unit].name;
@@ -142,13 +143,12 @@ impl Parameters {
                     .wait_in_stream(self.stream, work.event(), self.comm.deadline());
             }
         }
-        let checked = self.tracker.check();
-        checked.map_err(|e| DeviceError::Upstream(e.to_string()))
+        self.tracker.check_input()
     }
 
     /// Releases what is not needed after a block's pass. The last operation of the pass must be in the stream.
     pub fn reshard(&self, block: usize, pass: Pass) {
-        let mut gathered = self.gathered();
+        let mut gathered = self.gathered.lock();
         for unit in self.plan.released(block, pass) {
             // It was waited for when the block was entered.
             gathered[unit] = None;
@@ -161,7 +161,7 @@ impl Parameters {
             return Ok(());
         }
         self.drain()?;
-        let mut gathered = self.gathered();
+        let mut gathered = self.gathered.lock();
         // The forward begins with what backward finishes last.
         for unit in (0..gathered.len()).rev().filter(|&unit| self.plan.persists[unit]) {
             // What is there is from before the update.
@@ -174,7 +174,7 @@ impl Parameters {
     /// Waits until nothing is in flight, and releases what does not stay gathered between two steps.
     pub fn drain(&self) -> Result<(), WorkError> {
         let mut works = Vec::new();
-        for (gathered, persists) in self.gathered().iter_mut().zip(&self.plan.persists) {
+        for (gathered, persists) in self.gathered.lock().iter_mut().zip(&self.plan.persists) {
             works.extend(gathered.as_mut().and_then(|gathered| gathered.work.take()));
             if !persists {
                 *gathered = None;
@@ -208,10 +208,6 @@ impl Parameters {
         let work = Some(self.tracker.launch(|| self.comm.all_gather(&target, launch)));
         gathered[unit] = Some(Gathered { slot, work });
         true
-    }
-
-    fn gathered(&self) -> MutexGuard<'_, Vec<Option<Gathered>>> {
-        self.gathered.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Where each parameter and its owner are.
@@ -248,20 +244,9 @@ impl Parameters {
         matches!(self.own, ArenaShare::Shard(_))
     }
 
-    /// Time that parameters took since the last call, as far as the host saw it.
-    pub fn take_times(&self) -> CommTimes {
-        self.tracker.take_times()
-    }
-
-    /// The times that the device measures of what was launched since the last call, complete when all of it has run and
-    /// [`Parameters::failure`] was asked after that.
-    pub fn take_device_times(&self) -> DeviceTimes {
-        self.tracker.take_device_times()
-    }
-
-    /// Why parameters could not be gathered, if they could not.
-    pub fn failure(&self) -> Option<WorkError> {
-        self.tracker.failure()
+    /// Times and failure of the gathers.
+    pub fn tracker(&self) -> &CommTracker {
+        &self.tracker
     }
 
     /// Overwrites `params`, which may be masters, on all ranks with those of rank 0.
@@ -314,7 +299,7 @@ impl Parameters {
 impl Params for Parameters {
     fn get(&self, id: ParamId) -> Buffer {
         let (unit, range) = self.sharding.unit_range(id);
-        let gathered = self.gathered();
+        let gathered = self.gathered.lock();
         let there = gathered[unit].as_ref();
         let slot = there.expect("a block lists the parameters that it reads").slot;
         self.slots[slot].slice(range)

@@ -65,7 +65,7 @@ pub struct ReplicaSet {
 /// Ranks along an axis that hold copies of some parameters, and read the same samples.
 #[derive(Clone)]
 pub struct CopyGroup {
-    /// They, and nobody else's operations.
+    /// Communicator of these ranks, used for nothing else.
     pub comm: Communicator,
     /// Each of them holds all of these.
     pub held: BTreeSet<ParamId>,

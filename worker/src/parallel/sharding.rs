@@ -58,7 +58,7 @@ impl Sharding {
     }
 
     /// Buckets, cut where a group of parameters begins, each part cut over `world` ranks. What is in flight is then as
-    /// large as a block and no larger than a bucket, and a tied weight keeps only itself tracker.
+    /// large as a block and no larger than a bucket, and a tied weight delays only itself.
     pub fn of_parts(layout: &GradientLayout, world: usize, rank: usize) -> Self {
         let parts = layout.buckets().iter().enumerate().flat_map(|(i, bucket)| {
             by_group(layout, &bucket.params).map(move |params| {

@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use super::comm_times::{CommTimes, CommTracker, DeviceTimes};
-use crate::collective::{Communicator, Launch, ReduceOp, Traffic, WireBytes, WorkError};
+use super::comm_times::CommTracker;
+use crate::collective::{Communicator, Launch, ReduceOp, Traffic, WireBytes};
 use crate::device::{Device, DeviceError, Stream};
 use crate::model::{Activation, Exchange, ExchangeKind, TensorOps, own_rows};
 
@@ -43,24 +43,9 @@ impl TensorGroup {
         self.comm.wire_bytes()
     }
 
-    /// Why an exchange failed, if one is known to have: what is behind the errors that blocks return.
-    pub fn failure(&self) -> Option<WorkError> {
-        self.tracker.failure()
-    }
-
-    /// Time that the host saw exchanges take since the last call.
-    pub fn take_times(&self) -> CommTimes {
-        self.tracker.take_times()
-    }
-
-    /// Times of what was started since the last call, as the device measures them.
-    pub fn take_device_times(&self) -> DeviceTimes {
-        self.tracker.take_device_times()
-    }
-
-    fn check(&self) -> Result<(), DeviceError> {
-        let outcome = self.tracker.check();
-        outcome.map_err(|error| DeviceError::Upstream(error.to_string()))
+    /// Times and failure of the exchanges. The failure is behind the errors that blocks return.
+    pub fn tracker(&self) -> &CommTracker {
+        &self.tracker
     }
 }
 
@@ -78,7 +63,7 @@ impl TensorOps for TensorGroup {
     }
 
     fn start(&self, kind: ExchangeKind, x: &Activation, name: &str) -> Result<Exchange, DeviceError> {
-        self.check()?;
+        self.tracker.check_input()?;
         if kind != ExchangeKind::AllReduce {
             own_rows(x, [self.index(), self.size()])?;
         }
@@ -95,6 +80,6 @@ impl TensorOps for TensorGroup {
         let deadline = self.comm.deadline();
         self.tracker
             .wait_in_stream(self.stream, exchange.done(), deadline);
-        self.check()
+        self.tracker.check_input()
     }
 }

@@ -66,17 +66,17 @@ impl Settings {
             tied: self.get(Published::TIED)?,
             ..here.clone()
         };
-        for size in published.sizes {
-            let default = match size.default {
-                Some((times, key)) => self.get(key)?.map(|number: usize| number.saturating_mul(times)),
+        for (key, size, default) in published.sizes {
+            let default = match default {
+                Some((times, key)) => self.get(key)?.map(|number: usize| number.saturating_mul(*times)),
                 None => None,
             };
-            if let Some(number) = self.get(size.published)?.or(default) {
+            if let Some(number) = self.get(key)?.or(default) {
                 if !SIZES.contains(&number) {
-                    let what = format!("`{}` is {number}", size.published);
+                    let what = format!("`{key}` is {number}");
                     return Err(PretrainedError::json(&self.path, what));
                 }
-                (size.set)(&mut there, number);
+                size.set(&mut there, number);
             }
         }
         for (key, here) in published.fixed {
@@ -167,33 +167,27 @@ pub(super) fn compare(there: &Model, here: &Model, misfit: &mut Misfit) {
         ..here.clone()
     };
     let kind = |model: &Model| Published::of(model.kind).model_type.to_owned();
-    for (key, there, here) in [
-        ("kind", kind(there), kind(here)),
-        ("n_layer", there.n_layer.to_string(), here.n_layer.to_string()),
-        ("n_embd", there.n_embd.to_string(), here.n_embd.to_string()),
-        ("n_head", there.n_head.to_string(), here.n_head.to_string()),
-        (
-            "n_kv_head",
-            there.kv_heads().to_string(),
-            changed.kv_heads().to_string(),
-        ),
-        ("n_inner", there.inner().to_string(), changed.inner().to_string()),
-        (
-            "block_size",
-            there.block_size.to_string(),
-            here.block_size.to_string(),
-        ),
+    let sizes = |key, sizes: [usize; 2]| (key, sizes.map(|size| size.to_string()));
+    for (key, [there, here]) in [
+        ("kind", [there, here].map(kind)),
+        sizes("n_layer", [there.n_layer, here.n_layer]),
+        sizes("n_embd", [there.n_embd, here.n_embd]),
+        sizes("n_head", [there.n_head, here.n_head]),
+        sizes("n_kv_head", [there.kv_heads(), changed.kv_heads()]),
+        sizes("n_inner", [there.inner(), changed.inner()]),
+        sizes("block_size", [there.block_size, here.block_size]),
         (
             "norm_eps",
-            format!("{:e}", there.norm_eps),
-            format!("{:e}", here.norm_eps),
+            [there, here].map(|model| format!("{:e}", model.norm_eps)),
         ),
         (
             "rope_theta",
-            format!("{:?}", there.rope_theta),
-            format!("{:?}", here.rope_theta),
+            [there, here].map(|model| format!("{:?}", model.rope_theta)),
         ),
-        ("rope_scaling", yaml(there.rope_scaling), yaml(here.rope_scaling)),
+        (
+            "rope_scaling",
+            [there, here].map(|model| yaml(model.rope_scaling)),
+        ),
     ] {
         if there != here {
             misfit.differs(format!("`{key}` is {there} in the file and {here} in this model"));

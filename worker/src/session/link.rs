@@ -1,6 +1,5 @@
 //! The control socket to the agent: connecting, its lines of bounded length, and the two threads that read and write it.
 
-use std::collections::BTreeMap;
 use std::io::{self, BufRead as _, BufReader, Read as _, Write as _};
 use std::net::Shutdown;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -10,10 +9,9 @@ use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use ddp_proto::control::{KvRefusal, MAX_LINE_BYTES, PROTOCOL, ToAgent, ToWorker};
+use ddp_proto::control::{KvRefusal, MAX_LINE_BYTES, PROTOCOL, ToAgent, ToWorker, WorkerAssignment};
 use ddp_proto::env::{EnvError, WorkerEnv};
 use ddp_proto::ids::Generation;
-use ddp_proto::trust::data_key::DataKey;
 use nix::sys::socket::{
     AddressFamily, SockFlag, SockType, UnixAddr, connect, getsockopt, setsockopt, socket, sockopt,
 };
@@ -62,16 +60,6 @@ pub(super) const TIMES: Times = Times {
     grace: GRACE,
 };
 
-/// What the agent answered to the hello.
-#[derive(Debug)]
-pub(super) struct Assigned {
-    protocol: u32,
-    pub(super) generation: Generation,
-    pub(super) vars: BTreeMap<String, String>,
-    pub(super) node_addr: String,
-    pub(super) data_key: Option<DataKey>,
-}
-
 /// A connection to the agent.
 pub(super) struct Link {
     pub(super) shared: Arc<Shared>,
@@ -116,7 +104,7 @@ impl Link {
         address: &str,
         env: &WorkerEnv,
         times: Times,
-    ) -> Result<(Self, Assigned), SessionError> {
+    ) -> Result<(Self, WorkerAssignment), SessionError> {
         let deadline = Instant::now() + times.handshake;
         let no_assignment =
             |cause: &str| SessionError::Lost(format!("the agent at `{address}` sent no assignment: {cause}"));
@@ -207,7 +195,7 @@ impl Drop for Link {
 
 impl Shared {
     /// Takes what the agent sends. The first assignment is handed over; `None` if the generation is over before it.
-    fn read(&self, stream: UnixStream, assigned: &Sender<Option<Assigned>>) {
+    fn read(&self, stream: UnixStream, assigned: &Sender<Option<WorkerAssignment>>) {
         let mut lines = BufReader::with_capacity(CHUNK_BYTES, stream);
         let why = loop {
             let line = match next_line(&mut lines) {
@@ -242,7 +230,7 @@ impl Shared {
     }
 
     /// Takes one line; an assignment is handed back.
-    fn take(&self, line: &[u8]) -> Result<Option<Assigned>, serde_json::Error> {
+    fn take(&self, line: &[u8]) -> Result<Option<WorkerAssignment>, serde_json::Error> {
         let value: serde_json::Value = serde_json::from_slice(line)?;
         let message: ToWorker = match serde_json::from_value(value) {
             Ok(message) => message,
@@ -252,21 +240,9 @@ impl Shared {
             }
         };
         match message {
-            ToWorker::Assignment {
-                protocol,
-                generation,
-                env: vars,
-                node_addr,
-                data_key,
-            } => {
-                let _ = self.generation.set(generation);
-                return Ok(Some(Assigned {
-                    protocol,
-                    generation,
-                    vars,
-                    node_addr,
-                    data_key,
-                }));
+            ToWorker::Assignment(assignment) => {
+                let _ = self.generation.set(assignment.generation);
+                return Ok(Some(assignment));
             }
             ToWorker::StopAtStepBoundary { cause } => self.stop.ask(cause),
             ToWorker::GenerationOver { generation, cause } => {

@@ -67,11 +67,6 @@ impl Session {
         }
     }
 
-    /// A world of one, without an agent.
-    pub fn single() -> Self {
-        Self::in_process(WorkerEnv::single(), Arc::new(MemoryStore::default()))
-    }
-
     /// A place without an agent, with the given store: for programs and tests whose ranks are threads. If the ranks are
     /// on several nodes, it needs [`Session::with_data_key`].
     pub fn in_process(env: WorkerEnv, store: Arc<dyn KeyValue>) -> Self {
@@ -95,7 +90,7 @@ impl Session {
 
     fn connect(initial: WorkerEnv, address: &str, times: Times) -> Result<Self, SessionError> {
         let (link, assigned) = Link::connect(address, &initial, times)?;
-        let mut env = WorkerEnv::parse(|name| assigned.vars.get(name).cloned())
+        let mut env = WorkerEnv::parse(|name| assigned.env.get(name).cloned())
             .map_err(|e| SessionError::Refused(format!("the agent's assignment cannot be used: {e}")))?;
         env.generation = assigned.generation;
         env.control = Some(address.to_owned());
@@ -206,22 +201,13 @@ impl Session {
     }
 
     /// Tells the agent, in the worker's own words, why the worker is about to exit. Returns when it is
-    /// written, or after a second.
-    pub fn fail(&self, message: &str, hint: Option<&str>) {
+    /// written, or after a second. `consequence` says that the worker fails only because another rank did: the agent looks
+    /// for that rank before it names this one.
+    pub fn fail(&self, message: &str, hint: Option<&str>, consequence: bool) {
         self.say_before_exit(&ToAgent::Failure {
             message: one_line(message),
             hint: hint.map(one_line),
-            consequence: false,
-        });
-    }
-
-    /// As [`Session::fail`], for a worker that fails only because another rank did: the agent looks for that one
-    /// before it names this one.
-    pub fn fail_as_consequence(&self, message: &str, hint: Option<&str>) {
-        self.say_before_exit(&ToAgent::Failure {
-            message: one_line(message),
-            hint: hint.map(one_line),
-            consequence: true,
+            consequence,
         });
     }
 

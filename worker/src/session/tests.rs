@@ -12,7 +12,7 @@ use ddp_proto::ids::{Generation, GlobalRank};
 
 use self::agent::{FakeAgent, times};
 use super::link::Times;
-use super::{Cancel, Session, SessionError, StoreError, Waiting, Wanted};
+use super::{Cancel, MemoryStore, Session, SessionError, StoreError, Waiting, Wanted};
 
 /// Far longer than anything here takes, so that only a real hang meets it.
 const PATIENCE: Duration = Duration::from_mins(10);
@@ -74,7 +74,7 @@ fn without_a_launcher_the_worker_is_alone() {
     assert_eq!(value.as_deref(), Some(&b"v"[..]));
     assert_eq!(session.cancel().cause(), None);
     session.heartbeat(1, Phase::Training, None);
-    session.fail("no agent listens", None);
+    session.fail("no agent listens", None, false);
     session.shutdown();
 }
 
@@ -245,7 +245,7 @@ fn a_dead_agent_ends_every_wait() {
     });
     let cause = await_cancel(&session.cancel());
     assert!(cause.starts_with("the agent is gone"), "{cause}");
-    session.fail("no agent listens", None);
+    session.fail("no agent listens", None, false);
     session.shutdown();
 }
 
@@ -397,7 +397,7 @@ fn an_agent_that_does_not_read_blocks_nobody() {
 fn a_failure_is_delivered_before_the_socket_closes() {
     let agent = FakeAgent::listen();
     let (session, mut peer) = agent.session();
-    session.fail("loss is NaN\nat step 3", Some("lower the learning rate"));
+    session.fail("loss is NaN\nat step 3", Some("lower the learning rate"), false);
     session.shutdown();
     assert_eq!(
         peer.receive_call(),
@@ -425,7 +425,7 @@ fn a_rank_that_lost_another_reports_what_the_agent_knows_of_it() {
     });
     assert_eq!(verdict.as_deref(), Some("rank 0 died of SIGKILL"));
     session.report_peer_lost(3);
-    session.fail_as_consequence("all-reduce 17 failed", None);
+    session.fail("all-reduce 17 failed", None, true);
     session.shutdown();
     assert_eq!(peer.receive_call(), ToAgent::PeerLost { rank: 3 });
     assert!(matches!(
@@ -439,7 +439,8 @@ fn a_rank_that_lost_another_reports_what_the_agent_knows_of_it() {
 
 #[test]
 fn a_program_without_an_agent_waits_for_no_verdict() {
-    assert_eq!(Session::single().verdict(), None);
+    let single = Session::in_process(WorkerEnv::single(), Arc::new(MemoryStore::default()));
+    assert_eq!(single.verdict(), None);
 }
 
 #[test]

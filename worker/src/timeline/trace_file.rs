@@ -40,7 +40,7 @@ struct Other {
     ranks: Vec<About>,
 }
 
-#[derive(Serialize, Deserialize)]
+#[derive(Default, Serialize, Deserialize)]
 struct TraceEvent {
     name: String,
     ph: char,
@@ -178,20 +178,15 @@ fn events(about: &About, spans: &[Span]) -> Vec<TraceEvent> {
     let mut events = Vec::with_capacity(2 + 2 * lanes.len() + spans.len());
     // What a process or a thread is called, and where it stands.
     let mut describe = |what: &str, tid: u64, name: String, index: u64| {
-        let [named, sorted] = [(Some(name), None), (None, Some(index))].map(|(name, sort_index)| Args {
-            name,
-            sort_index,
-            collective: None,
-        });
+        let (mut named, mut sorted) = (Args::default(), Args::default());
+        (named.name, sorted.sort_index) = (Some(name), Some(index));
         let metadata = [("name", named), ("sort_index", sorted)].map(|(which, args)| TraceEvent {
             name: format!("{what}_{which}"),
             ph: METADATA,
             pid,
             tid,
-            kind: None,
-            start: None,
-            length: None,
             args,
+            ..TraceEvent::default()
         });
         events.extend(metadata);
     };

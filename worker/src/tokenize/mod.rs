@@ -33,7 +33,7 @@ use crate::data::DataError;
 /// Tokens were not made. The output is as it was before.
 #[derive(Debug, thiserror::Error)]
 pub enum TokenizeError {
-    /// An input or the tokenizer's file cannot be used.
+    /// An input, the output or the tokenizer's file cannot be used.
     #[error(transparent)]
     Data(#[from] DataError),
     /// The file system refused.
@@ -46,25 +46,7 @@ pub enum TokenizeError {
         /// The system's words.
         source: io::Error,
     },
-    /// The output cannot be written in its place.
-    #[error("`{}` {problem}", path.display())]
-    Output {
-        /// The output, or what is in its place.
-        path: PathBuf,
-        /// What is wrong with it, and the next step.
-        problem: &'static str,
-    },
-    /// A part of an input makes no tokens.
-    #[error("`{}`, line {line}: {problem}", path.display())]
-    Input {
-        /// The input.
-        path: PathBuf,
-        /// Counted from 1: of what is wrong, or of the beginning of a piece that cannot be encoded.
-        line: u64,
-        /// What is wrong, and the next step.
-        problem: String,
-    },
-    /// Nothing can come of what was asked for; the reason, and the next step.
+    /// The request or a part of an input makes no tokens: the reason, and the next step.
     #[error("{0}")]
     Refused(String),
     /// Threads could not be started.
@@ -80,5 +62,11 @@ impl TokenizeError {
             path: path.to_owned(),
             source,
         }
+    }
+
+    /// A part of an input makes no tokens. `line` counts from 1: the line of the problem, or of the beginning of a
+    /// piece that cannot be encoded.
+    fn input(path: &Path, line: u64, problem: &str) -> Self {
+        Self::Refused(format!("`{}`, line {line}: {problem}", path.display()))
     }
 }

@@ -9,12 +9,13 @@ use std::path::{Path, PathBuf};
 use std::thread::available_parallelism;
 
 use rayon::iter::{IntoParallelRefIterator as _, ParallelIterator as _};
+use safetensors::tensor::Dtype;
 
 use super::encoder::Encoder;
 use super::source::{InputKind, InputReader, MAX_THREADS, Piece, line_ends, text_of};
 use super::{TokenizeError, Tokenizer};
-use crate::data::token_file::{HEADER_BYTES, header};
-use crate::data::{TokenFacts, Width};
+use crate::data::token_file::{HEADER_BYTES, dtype_of_vocabulary, header, width};
+use crate::data::{DataError, TokenFacts};
 
 /// Bytes that are written at once.
 const BUFFER_BYTES: usize = 1 << 20;
@@ -87,10 +88,8 @@ pub fn tokenize(
     let source = InputReader::new(request.inputs, encoder.may_cut())?;
     let is_output = |input: &PathBuf| same_file(input, request.output);
     if let Some(path) = request.inputs.iter().find(|path| is_output(path)) {
-        return Err(TokenizeError::Output {
-            path: path.clone(),
-            problem: "is an input and cannot also be the output\n  hint: choose a different name with `-o`",
-        });
+        let problem = "is an input and cannot also be the output";
+        return Err(DataError::file(path, problem, Some(OTHER_NAME)).into());
     }
     let output = Output::create(request.output, request.overwrite)?;
     let threads = request.threads.or_else(|| available_parallelism().ok());
@@ -107,7 +106,7 @@ fn run(
     mut output: Output,
     progress: &mut (dyn FnMut(Progress) + Send),
 ) -> Result<Report, TokenizeError> {
-    let width = Width::of_vocabulary(encoder.vocabulary.size);
+    let dtype = dtype_of_vocabulary(encoder.vocabulary.size);
     let mut report = Report {
         documents: 0,
         tokens: 0,
@@ -119,7 +118,7 @@ fn run(
         let bytes = source.read;
         let encode = || -> Vec<_> {
             let pieces = batch.par_iter();
-            pieces.map(|piece| encode(encoder, key, width, piece)).collect()
+            pieces.map(|piece| encode(encoder, key, dtype, piece)).collect()
         };
         let (encoded, next) = rayon::join(encode, || source.next_batch());
         // In order, so that the first of several errors is returned.
@@ -128,7 +127,7 @@ fn run(
             output.write(&piece.tokens)?;
             report.documents += piece.documents;
             report.text_bytes += piece.text_bytes;
-            report.tokens += (piece.tokens.len() / width.bytes()) as u64;
+            report.tokens += (piece.tokens.len() / width(dtype)) as u64;
         }
         progress(Progress {
             bytes,
@@ -148,11 +147,11 @@ fn run(
         documents: Some(report.documents),
         text_bytes: Some(report.text_bytes),
     };
-    output.publish(width, &facts)?;
+    output.publish(dtype, &facts)?;
     Ok(report)
 }
 
-fn encode(encoder: &Encoder, key: &str, width: Width, piece: &Piece) -> Result<Encoded, TokenizeError> {
+fn encode(encoder: &Encoder, key: &str, dtype: Dtype, piece: &Piece) -> Result<Encoded, TokenizeError> {
     let mut encoded = Encoded::default();
     let mut tokens = Vec::new();
     let mut document = |text: &str, begins: bool, line: u64| {
@@ -162,7 +161,10 @@ fn encode(encoder: &Encoder, key: &str, width: Width, piece: &Piece) -> Result<E
         }
         encoded.text_bytes += text.len() as u64;
         let done = encoder.encode(text, &mut tokens);
-        done.map_err(|cause| refused(piece, line, format!("the tokenizer cannot encode it: {cause}")))
+        done.map_err(|cause| {
+            let problem = format!("the tokenizer cannot encode it: {cause}");
+            TokenizeError::input(&piece.path, line, &problem)
+        })
     };
     match piece.kind {
         InputKind::Text => document(utf8(piece, &piece.bytes, piece.line)?, piece.is_first, piece.line)?,
@@ -172,41 +174,33 @@ fn encode(encoder: &Encoder, key: &str, width: Width, piece: &Piece) -> Result<E
                     continue;
                 }
                 let text = text_of(utf8(piece, bytes, line)?, key);
-                let text = text.map_err(|problem| refused(piece, line, problem))?;
+                let text = text.map_err(|problem| TokenizeError::input(&piece.path, line, &problem))?;
                 document(&text, true, line)?;
             }
         }
     }
-    encoded.tokens = store(&tokens, width, encoder.vocabulary.size);
+    encoded.tokens = store(&tokens, dtype, encoder.vocabulary.size);
     Ok(encoded)
 }
 
 const NOT_UTF8: &str =
     "not UTF-8\n  hint: `iconv` converts other texts; a packed file must be unpacked first";
 
-fn refused(piece: &Piece, line: u64, problem: String) -> TokenizeError {
-    TokenizeError::Input {
-        path: piece.path.clone(),
-        line,
-        problem,
-    }
-}
-
 /// The text of `bytes`, which begin in `line`.
 fn utf8<'a>(piece: &Piece, bytes: &'a [u8], line: u64) -> Result<&'a str, TokenizeError> {
     std::str::from_utf8(bytes).map_err(|e| {
         let good = &bytes[..e.valid_up_to()];
-        refused(piece, line + line_ends(good), NOT_UTF8.to_owned())
+        TokenizeError::input(&piece.path, line + line_ends(good), NOT_UTF8)
     })
 }
 
 /// Tokens as a file stores them.
-fn store(tokens: &[u32], width: Width, vocabulary: usize) -> Vec<u8> {
+fn store(tokens: &[u32], dtype: Dtype, vocabulary: usize) -> Vec<u8> {
     assert!(
         tokens.iter().all(|token| (*token as usize) < vocabulary),
         "a token beyond the vocabulary"
     );
-    let stored = |token: &u32| token.to_le_bytes().into_iter().take(width.bytes());
+    let stored = |token: &u32| token.to_le_bytes().into_iter().take(width(dtype));
     tokens.iter().flat_map(stored).collect()
 }
 
@@ -216,11 +210,24 @@ fn same_file(one: &Path, other: &Path) -> bool {
     matches!((one, other), (Ok(one), Ok(other)) if one == other)
 }
 
-const EXISTS: &str =
-    "already exists\n  hint: replace it with `--overwrite`, or choose a different name with `-o`";
-const NOT_A_FILE: &str = "is not a regular file, and is not replaced\n  hint: choose a different name with `-o`; for \
-    a symbolic link, the name of the file that it points to";
-const BUSY: &str = "is being written by another `ddp-train tokenize`\n  hint: wait for it, or choose a different name with `-o`";
+const OTHER_NAME: &str = "choose a different name with `-o`";
+
+/// Only a regular file is replaced: a rename would put a file in the place of a device.
+fn not_a_file(path: &Path) -> TokenizeError {
+    let hint =
+        "choose a different name with `-o`; for a symbolic link, the name of the file that it points to";
+    DataError::file(path, "is not a regular file, and is not replaced", Some(hint)).into()
+}
+
+fn busy(path: &Path) -> TokenizeError {
+    let hint = "wait for it, or choose a different name with `-o`";
+    DataError::file(
+        path,
+        "is being written by another `ddp-train tokenize`",
+        Some(hint),
+    )
+    .into()
+}
 
 /// A file beside its final place. What was at that place stays until the new file is whole and on the disk.
 pub(super) struct Output {
@@ -236,21 +243,17 @@ pub(super) struct Output {
 impl Output {
     /// Begins a file that no other process writes.
     pub(super) fn create(path: &Path, overwrite: bool) -> Result<Self, TokenizeError> {
-        let refused = |path: &Path, problem| TokenizeError::Output {
-            path: path.to_owned(),
-            problem,
-        };
         let Some(name) = path.file_name().filter(|_| !path.is_dir()) else {
             let source = io::Error::from(io::ErrorKind::IsADirectory);
             return Err(TokenizeError::io("write", path, source));
         };
         if let Ok(there) = path.symlink_metadata() {
-            // A rename would put a file in the place of a device.
             if !there.is_file() {
-                return Err(refused(path, NOT_A_FILE));
+                return Err(not_a_file(path));
             }
             if !overwrite {
-                return Err(refused(path, EXISTS));
+                let hint = "replace it with `--overwrite`, or choose a different name with `-o`";
+                return Err(DataError::file(path, "already exists", Some(hint)).into());
             }
         }
         let mut hidden = OsString::from(".");
@@ -265,11 +268,11 @@ impl Output {
         let opened = options.write(true).create(true).truncate(false).open(&temporary);
         let file = opened.map_err(failed)?;
         if !file.metadata().map_err(failed)?.is_file() {
-            return Err(refused(&temporary, NOT_A_FILE));
+            return Err(not_a_file(&temporary));
         }
         match file.try_lock() {
             Ok(()) => {}
-            Err(TryLockError::WouldBlock) => return Err(refused(path, BUSY)),
+            Err(TryLockError::WouldBlock) => return Err(busy(path)),
             Err(TryLockError::Error(e)) => return Err(failed(e)),
         }
         // The process that had it locked may have renamed it in between.
@@ -278,7 +281,7 @@ impl Output {
                 .is_ok_and(|ours| (ours.dev(), ours.ino()) == (there.dev(), there.ino()))
         });
         if !is_there {
-            return Err(refused(path, BUSY));
+            return Err(busy(path));
         }
         file.set_len(0).map_err(failed)?;
         let mut output = Self {
@@ -302,9 +305,9 @@ impl Output {
     }
 
     /// Writes the header, syncs everything, and puts the file in its place.
-    pub(super) fn publish(mut self, width: Width, facts: &TokenFacts) -> Result<(), TokenizeError> {
-        let tokens = self.bytes / width.bytes();
-        let header = header(width, tokens, facts).ok_or_else(|| {
+    pub(super) fn publish(mut self, dtype: Dtype, facts: &TokenFacts) -> Result<(), TokenizeError> {
+        let tokens = self.bytes / width(dtype);
+        let header = header(dtype, tokens, facts).ok_or_else(|| {
             let source = io::Error::new(io::ErrorKind::InvalidInput, "the tokenizer's name is too long");
             TokenizeError::io("write", &self.path, source)
         })?;

@@ -121,11 +121,9 @@ impl<'a> InputReader<'a> {
 
 impl Input {
     fn open(path: PathBuf) -> Result<Self, TokenizeError> {
-        let is_lines = path.extension().is_some_and(|ending| ending == LINES_EXTENSION);
-        let kind = if is_lines {
-            InputKind::Lines
-        } else {
-            InputKind::Text
+        let kind = match path.extension() {
+            Some(ending) if ending == LINES_EXTENSION => InputKind::Lines,
+            _ => InputKind::Text,
         };
         Ok(Self {
             file: open_regular(&path)?,
@@ -200,11 +198,8 @@ impl Input {
                 "only GPT-2's tokenizer is known to give the same tokens for a split text: use shorter texts, or a `.jsonl` with one document per line"
             }
         };
-        TokenizeError::Input {
-            path: self.path.clone(),
-            line: self.line,
-            problem: format!("{MAX_PIECE_BYTES} bytes without a place to split them\n  hint: {hint}"),
-        }
+        let problem = format!("{MAX_PIECE_BYTES} bytes without a place to split them\n  hint: {hint}");
+        TokenizeError::input(&self.path, self.line, &problem)
     }
 }
 

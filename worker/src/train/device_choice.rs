@@ -6,10 +6,11 @@ use ddp_proto::words::counted;
 
 use super::TrainError;
 use super::reporting::warn;
-use crate::collective::nccl::{Nccl, Version};
+use crate::collective::nccl::Nccl;
 use crate::config::{Backend, Precision, TrainConfig};
 use crate::device::cuda::{CudaDevice, CudaOptions, KernelCache, count_devices};
 use crate::device::{CpuDevice, Device, DeviceError};
+use crate::libraries::Version;
 use crate::session::Session;
 
 /// With this variable NCCL lets several ranks share a GPU, and so do we.
@@ -58,7 +59,9 @@ impl GpuSharing {
     /// said where it is needed.
     fn asked(nccl: Option<Version>, host_named: bool) -> Self {
         match nccl {
-            Some(version) if !version.is_at_least(2, 30) && !host_named => Self::Refused(version),
+            Some(version) if (version.major, version.minor) < (2, 30) && !host_named => {
+                Self::Refused(version)
+            }
             _ => Self::Yes,
         }
     }
@@ -247,11 +250,15 @@ mod tests {
 
     #[test]
     fn an_nccl_that_lets_no_ranks_share_a_gpu_is_named_unless_ranks_name_their_hosts() {
-        let old = Some(Version::LEAST);
+        let old = Some(Version {
+            major: 2,
+            minor: 18,
+            patch: 1,
+        });
         let mut sharing = situation(Backend::Auto, 1);
         sharing.sharing = GpuSharing::asked(old, false);
         insta::assert_snapshot!(refusal(&sharing), @r"
-        2 workers on this node, which has 1 GPU, and NCCL 2.18.0 does not let ranks share a GPU
+        2 workers on this node, which has 1 GPU, and NCCL 2.18.1 does not let ranks share a GPU
           hint: install NCCL 2.30 or later, or give each worker its own `NCCL_HOSTID`
         ");
         sharing.sharing = GpuSharing::asked(old, true);

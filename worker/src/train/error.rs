@@ -132,21 +132,23 @@ impl TrainError {
             // Operations that waited for a collective.
             | Self::Device(DeviceError::Upstream(_))
             | Self::Reduce(ReduceError::Device(DeviceError::Upstream(_)) | ReduceError::Poisoned(_)) => true,
-            Self::Collective(error)
-            | Self::Reduce(ReduceError::Collective(error))
-            | Self::Join(JoinError::Collective(error)) => error.is_consequence(),
             Self::Agreement(AgreementError::Store { source, .. })
             | Self::RunFiles(RunFilesError::Store(source)) => matches!(source, StoreError::Superseded(_)),
-            _ => false,
+            _ => self.collective().is_some_and(CollectiveError::is_consequence),
         }
     }
 
     /// The rank whose process ended, or whose connection broke, if that is why this rank failed.
     pub fn lost_rank(&self) -> Option<usize> {
+        self.collective()?.lost_rank()
+    }
+
+    /// The collective that failed, if one did.
+    fn collective(&self) -> Option<&CollectiveError> {
         match self {
             Self::Collective(error)
             | Self::Reduce(ReduceError::Collective(error))
-            | Self::Join(JoinError::Collective(error)) => error.lost_rank(),
+            | Self::Join(JoinError::Collective(error)) => Some(error),
             _ => None,
         }
     }
@@ -178,10 +180,7 @@ impl TrainError {
             Self::Device(error)
             | Self::Reduce(ReduceError::Device(error))
             | Self::Join(JoinError::Device(error)) => Some(error),
-            Self::Collective(error)
-            | Self::Reduce(ReduceError::Collective(error))
-            | Self::Join(JoinError::Collective(error)) => error.failure.device(),
-            _ => None,
+            _ => self.collective().and_then(|error| error.failure.device()),
         };
         matches!(device, Some(DeviceError::OutOfMemory { never_fits: true, .. }))
     }

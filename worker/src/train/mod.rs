@@ -47,7 +47,8 @@ pub use planning::{
     Adjustment, Advice, Candidate, Comparison, Estimate, Footprint, FoundLayout, LayoutSearch, Machines,
     StepTraffic,
 };
-pub use run::{RunSummary, run_worker, run_worker_with};
+pub use run::{run_worker, run_worker_with};
 pub use setup::Substitutes;
+pub use step::RunSummary;
 pub use strategy::pipeline_plan;
 pub use world::WrapTransport;

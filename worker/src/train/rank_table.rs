@@ -72,27 +72,14 @@ fn rows_of<const WIDTH: usize>(bytes: &[u8]) -> impl Iterator<Item = [f64; WIDTH
 /// Numbers of one rank in a step.
 const WIDTH: usize = 4;
 
-/// The row of a rank in a step: the sum of its losses, their number (both 0 if another stage makes them), its request to stop, and how far it is with the
-/// checkpoint that is being written. The numbers go from the device to the other ranks while backward runs,
+/// The row of a rank in a step: the sum of its losses, their number (both 0 if another stage makes them), its request to
+/// stop (above 0), and its progress with the checkpoint that is being written. Ignored positions are not counted. The numbers go from the device to the other ranks while backward runs,
 /// and to the host when it asks for them.
 pub(crate) struct StepTable(RankTable<WIDTH>);
 
 /// The rows of a [`StepTable`], on the host.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct StepRows(Vec<StepRow>);
-
-/// The row of one rank.
-#[derive(Clone, Copy, Debug, PartialEq)]
-struct StepRow {
-    /// Sum of the losses of all positions, ignored ones not counted.
-    losses: f64,
-    /// Number of these positions.
-    positions: f64,
-    /// Above 0: the rank was asked to stop.
-    stop: f64,
-    /// How far it is with a save.
-    save: f64,
-}
+pub(crate) struct StepRows(Vec<[f64; WIDTH]>);
 
 impl StepTable {
     /// Every rank must call it.
@@ -137,35 +124,29 @@ impl StepTable {
 impl StepRows {
     /// From the bytes of [`StepTable::fetch`].
     pub(crate) fn read(bytes: &[u8]) -> Self {
-        let rows = rows_of(bytes).map(|[losses, positions, stop, save]| StepRow {
-            losses,
-            positions,
-            stop,
-            save,
-        });
-        Self(rows.collect())
+        Self(rows_of(bytes).collect())
     }
 
     /// Mean loss of all positions of all ranks: each weighs the same, whoever had it.
     pub(crate) fn mean_loss(&self) -> f64 {
-        let losses: f64 = self.0.iter().map(|row| row.losses).sum();
-        let positions: f64 = self.0.iter().map(|row| row.positions).sum();
+        let losses: f64 = self.0.iter().map(|[losses, ..]| losses).sum();
+        let positions: f64 = self.0.iter().map(|[_, positions, ..]| positions).sum();
         losses / positions
     }
 
     /// True if any rank was asked to stop.
     pub(crate) fn stop(&self) -> bool {
-        self.0.iter().any(|row| row.stop > 0.0)
+        self.0.iter().any(|[.., stop, _]| *stop > 0.0)
     }
 
     /// How far each rank is with the checkpoint that is being written.
     pub(crate) fn saves(&self) -> Vec<f64> {
-        self.0.iter().map(|row| row.save).collect()
+        self.0.iter().map(|[.., save]| *save).collect()
     }
 
     /// The first rank whose loss is not finite, and that loss.
     pub(crate) fn not_finite(&self) -> Option<(usize, f64)> {
-        let losses = self.0.iter().map(|row| row.losses).enumerate();
+        let losses = self.0.iter().map(|[losses, ..]| *losses).enumerate();
         losses.into_iter().find(|(_, loss)| !loss.is_finite())
     }
 }

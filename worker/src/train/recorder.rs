@@ -57,35 +57,37 @@ impl Recorder {
 
     /// Reports one finished step. Returns what the agent's progress bar shows.
     pub(super) fn record(&mut self, record: &StepRecord, trainer: &TrainerParts<'_>) -> Option<Progress> {
-        let tokens = record.samples * trainer.config.model.block_size as u64;
-        let tokens_per_s = tokens as f64 / record.times.step.as_secs_f64().max(1e-9);
-        self.trained = (self.trained.0 + tokens, self.trained.1 + record.times.step);
-        if record.loss.is_finite() {
-            self.last_loss = record.loss;
+        let line = &record.line;
+        self.trained = (self.trained.0 + record.tokens, self.trained.1 + record.time);
+        if line.loss.is_finite() {
+            self.last_loss = line.loss;
         }
         self.log.as_ref()?;
-        self.append(&line(record, trainer, tokens_per_s));
+        self.append(&MetricsLine {
+            memory: memory(trainer),
+            ..line.clone()
+        });
         let now = Instant::now();
         let last = self.validations().last;
         let progress = Progress {
             steps: trainer.config.train.steps,
             loss: self.last_loss,
-            tokens_per_s,
-            seconds_left: self.pace.seconds_left(now, record.step),
+            tokens_per_s: line.tokens_per_s,
+            seconds_left: self.pace.seconds_left(now, line.step),
             val_loss: last.map(|(loss, _)| loss),
             val_step: last.map(|(_, step)| step),
-            lr: Some(f64::from(record.lr)),
+            lr: Some(line.lr),
         };
         // A line is of its step alone. The bar, which comes and goes, keeps the last validation.
         let shown = Progress {
-            loss: record.loss,
-            val_loss: record.val_loss,
+            loss: line.loss,
+            val_loss: line.val_loss,
             val_step: None,
             ..progress.clone()
         };
-        let is_news = record.val_loss.is_some();
-        if let Some(line) = (self.pace.line(now, record.step, &shown, is_news)).filter(|_| self.lines) {
-            say(&line);
+        let is_news = line.val_loss.is_some();
+        if let Some(words) = (self.pace.line(now, line.step, &shown, is_news)).filter(|_| self.lines) {
+            say(&words);
         }
         Some(progress)
     }
@@ -137,36 +139,6 @@ fn written(events: Result<EventFile, RunFilesError>) -> Option<EventFile> {
             ));
         })
         .ok()
-}
-
-fn line(record: &StepRecord, trainer: &TrainerParts<'_>, tokens_per_s: f64) -> MetricsLine {
-    let env = trainer.session.env();
-    let times = record.times;
-    let ms = |duration: Duration| duration.as_secs_f64() * 1e3;
-    MetricsLine {
-        step: record.step,
-        epoch: trainer.loader.epoch_before(record.step),
-        loss: record.loss,
-        val_loss: record.val_loss,
-        lr: f64::from(record.lr),
-        grad_norm: f64::from(record.grad_norm),
-        skipped: record.skipped,
-        tokens: trainer.loader.consumed_before(record.step) * trainer.config.model.block_size as u64,
-        tokens_per_s,
-        step_ms: ms(times.step),
-        data_ms: ms(times.data),
-        forward_ms: ms(times.forward),
-        backward_ms: ms(times.backward),
-        comm_ms: ms(times.comm),
-        comm_exposed_ms: ms(times.exposed),
-        share_ms: ms(times.share),
-        optimizer_ms: ms(times.optimizer),
-        checkpoint_ms: ms(record.stalled),
-        wire_bytes: record.sent,
-        world_size: env.world_size.get(),
-        generation: env.generation.get(),
-        memory: memory(trainer),
-    }
 }
 
 fn memory(trainer: &TrainerParts<'_>) -> metrics::Memory {

@@ -14,7 +14,7 @@ use crate::model::{
 use crate::ops::Fill;
 use crate::optim::{Optimizer, evict};
 use crate::parallel::pipeline::{Action, ActionKind, PipelinePlan};
-use crate::parallel::{CommTimes, DeviceTimes, EdgeQueues, Parameters, TensorGroup};
+use crate::parallel::{CommTimes, CommTracker, DeviceTimes, EdgeQueues, Parameters, TensorGroup};
 use crate::pretrained::PretrainedWeights;
 use crate::train::TrainError;
 use crate::train::world::World;
@@ -240,29 +240,27 @@ impl Replica {
 
     /// Why parameters could not be gathered, or a message or an exchange of the tensor group failed.
     pub(crate) fn failure(&self) -> Option<WorkError> {
-        let of_tensor = || self.tensor.as_ref().and_then(TensorGroup::failure);
-        let of_edges = || self.row.edges.failure();
-        self.parameters.failure().or_else(of_edges).or_else(of_tensor)
+        self.trackers().find_map(CommTracker::failure)
+    }
+
+    fn trackers(&self) -> impl Iterator<Item = &CommTracker> {
+        let of_all = [self.parameters.tracker(), self.row.edges.tracker()];
+        of_all
+            .into_iter()
+            .chain(self.tensor.as_ref().map(TensorGroup::tracker))
     }
 
     /// Time that parameters and messages of the pipeline took since the last call, as far as the host saw it.
     pub(crate) fn take_times(&self) -> CommTimes {
-        let mut times = self.parameters.take_times();
-        times += self.row.edges.take_times();
-        if let Some(tensor) = &self.tensor {
-            times += tensor.take_times();
-        }
+        let mut times = CommTimes::default();
+        self.trackers().for_each(|tracker| times += tracker.take_times());
         times
     }
 
     /// The times that the device measures of what was launched since the last call.
     pub(crate) fn take_device_times(&self) -> [DeviceTimes; 3] {
-        let tensor = self.tensor.as_ref().map(TensorGroup::take_device_times);
-        [
-            self.parameters.take_device_times(),
-            self.row.edges.take_device_times(),
-            tensor.unwrap_or_default(),
-        ]
+        let mut times = self.trackers().map(CommTracker::take_device_times);
+        [(); 3].map(|()| times.next().unwrap_or_default())
     }
 }
 
@@ -288,7 +286,7 @@ fn activation_pool(
     };
     let spec = ArenaSpec::on_node("activations", DType::U8, bytes);
     let arena = tensor.communicator().alloc_shared(&device, &spec)?;
-    Ok(ActivationPool::in_arena(device, arena))
+    Ok(ActivationPool::over(device, Some(arena)))
 }
 
 /// Accompanies every pass: gathers and releases parameters, and ends the pass soon after the generation is over.
@@ -361,8 +359,8 @@ impl TokenFeed {
     /// Releases what a row that ended with an error has left behind.
     fn reset(&mut self) {
         for buffers in [&mut self.tokens, &mut self.targets] {
-            for (_, index) in std::mem::take(&mut buffers.taken) {
-                buffers.give_back(&self.world, index);
+            while let Some((&micro_batch, _)) = buffers.taken.first_key_value() {
+                buffers.release(&self.world, micro_batch);
             }
         }
     }
@@ -370,11 +368,10 @@ impl TokenFeed {
 
 /// Memory for tokens, or for targets, of several micro-batches.
 struct TokenBuffers {
-    buffers: Vec<TokenBuffer>,
-    /// Indices of free buffers, the one that was released first in front.
-    free: VecDeque<usize>,
+    /// Free buffers, the one that was released first in front.
+    free: VecDeque<TokenBuffer>,
     /// By micro-batch.
-    taken: BTreeMap<usize, usize>,
+    taken: BTreeMap<usize, Buffer>,
 }
 
 /// Memory for one micro-batch.
@@ -394,32 +391,29 @@ impl TokenBuffers {
             })
         };
         Ok(Self {
-            buffers: (0..count).map(buffer).collect::<Result<_, DeviceError>>()?,
-            free: (0..count).collect(),
+            free: (0..count).map(buffer).collect::<Result<_, DeviceError>>()?,
             taken: BTreeMap::new(),
         })
     }
 
     fn fill(&mut self, (world, stream): (&World, Stream), micro_batch: usize, numbers: &[i32]) -> Buffer {
-        let index = self.free.pop_front();
-        let index = index.expect("there are as many buffers as micro-batches in flight");
-        self.taken.insert(micro_batch, index);
-        let TokenBuffer { buffer, read } = &self.buffers[index];
-        world.device.wait_event(stream, read, world.deadline());
-        world.device.upload(stream, buffer, bytemuck::cast_slice(numbers));
-        buffer.clone()
+        let free = self.free.pop_front();
+        let TokenBuffer { buffer, read } =
+            free.expect("there are as many buffers as micro-batches in flight");
+        world.device.wait_event(stream, &read, world.deadline());
+        world
+            .device
+            .upload(stream, &buffer, bytemuck::cast_slice(numbers));
+        self.taken.insert(micro_batch, buffer.clone());
+        buffer
     }
 
     /// Frees the buffer of a micro-batch. All that reads it must be in the stream that computes.
     fn release(&mut self, world: &World, micro_batch: usize) {
-        if let Some(index) = self.taken.remove(&micro_batch) {
-            self.give_back(world, index);
+        if let Some(buffer) = self.taken.remove(&micro_batch) {
+            let read = world.device.record(world.stream);
+            self.free.push_back(TokenBuffer { buffer, read });
         }
-    }
-
-    fn give_back(&mut self, world: &World, index: usize) {
-        self.buffers[index].read = world.device.record(world.stream);
-        self.free.push_back(index);
     }
 }
 

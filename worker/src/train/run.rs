@@ -3,7 +3,7 @@
 //! A worker stops at a step boundary when its agent asks: it saves and returns without an error. It stops with an
 //! error as soon as it learns that the generation is over; the next generation goes on from the latest checkpoint.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::Instant;
 
 use ddp_proto::control::{Phase, Sizes};
@@ -15,7 +15,7 @@ use super::recorder::Recorder;
 use super::reporting::{say, warn};
 use super::setup::{Prepared, Substitutes, open, prepare};
 use super::startup_table::startup_table;
-use super::step::Outcome;
+use super::step::RunSummary;
 use crate::config::TrainConfig;
 use crate::data::{Dataset, Entropies, Tokens};
 use crate::metrics::{RunDir, Summary};
@@ -23,21 +23,6 @@ use crate::session::Session;
 
 /// In longer data only the start is counted, so that files of billions of tokens cost no more.
 const MAX_ENTROPY_TOKENS: usize = 64 << 20;
-
-/// What a run has come to, as one rank knows it.
-#[derive(Clone, Debug, PartialEq)]
-pub struct RunSummary {
-    /// Steps finished since the run began.
-    pub steps: u64,
-    /// Training loss of the last step, mean over all ranks; none if there was nothing left to do.
-    pub loss: Option<f64>,
-    /// Validation loss at the end; none if the run was stopped before.
-    pub val_loss: Option<f64>,
-    /// Why the run was asked to stop early.
-    pub stopped: Option<String>,
-    /// Folder of the run.
-    pub out_dir: PathBuf,
-}
 
 /// Trains as `config` says, at the place in the job that `session` gives. Every rank of the generation must call it.
 ///
@@ -77,11 +62,7 @@ pub fn run_worker_with(
     });
     if let Err(error) = &result {
         let (message, hint) = error.message_and_hint();
-        if error.is_consequence() {
-            session.fail_as_consequence(&message, hint.as_deref());
-        } else {
-            session.fail(&message, hint.as_deref());
-        }
+        session.fail(&message, hint.as_deref(), error.is_consequence());
     }
     result
 }
@@ -109,7 +90,10 @@ fn train(config: &TrainConfig, session: &Session, parts: Substitutes) -> Result<
         }
         say(&startup_table(&prepared));
     }
-    let mut outcome = Outcome::default();
+    let mut outcome = RunSummary {
+        out_dir: prepared.run_dir.path().to_owned(),
+        ..RunSummary::default()
+    };
     let ended = prepared.trainer.run(
         &mut prepared.reducer,
         &mut |record, parts| recorder.record(record, parts),
@@ -132,20 +116,14 @@ fn train(config: &TrainConfig, session: &Session, parts: Substitutes) -> Result<
         finish(&prepared, &recorder, &outcome, started, last)?;
     }
     prepared.trainer.parts().world.comm.shutdown();
-    Ok(RunSummary {
-        steps: outcome.steps,
-        loss: outcome.loss,
-        val_loss: outcome.val_loss,
-        stopped: outcome.stopped,
-        out_dir: prepared.run_dir.path().to_owned(),
-    })
+    Ok(outcome)
 }
 
 /// Writes the summary, and says what the run has come to. `last` is the summary of the life before this one.
 fn finish(
     prepared: &Prepared<'_>,
     recorder: &Recorder,
-    outcome: &Outcome,
+    outcome: &RunSummary,
     started: Instant,
     last: Option<Summary>,
 ) -> Result<(), TrainError> {
@@ -179,7 +157,7 @@ fn finish(
         prepared.run_dir.path(),
     ));
     if let (Some(_), None) = (&outcome.stopped, &trainer.session.env().control) {
-        // Whoever has started this one hears it from its launcher.
+        // Under a launcher, the launcher prints this.
         let run = &trainer.config.run;
         say(&format!(
             "resume with {}",
@@ -193,7 +171,7 @@ fn finish(
 fn summary(
     prepared: &Prepared<'_>,
     recorder: &Recorder,
-    outcome: &Outcome,
+    outcome: &RunSummary,
     started: Instant,
     is_saved: bool,
 ) -> Result<Summary, TrainError> {

@@ -14,7 +14,7 @@ use super::rank_spec::RankSpec;
 use super::rank_table::{RankTable, StepTable};
 use super::replica::Replica;
 use super::reporting::ProfilingWindow;
-use super::step::{Evaluation, Trainer, TrainerParts};
+use super::step::{Trainer, TrainerParts};
 use super::strategy::{allocate, optimizer};
 use super::warm_up::warm_up;
 use super::world::{World, WrapTransport, threads, timeout};
@@ -23,7 +23,7 @@ use crate::config::{OptimizerOffload, TrainConfig};
 use crate::data::{BatchShape, Dataset, Loader, ORDER_VERSION, Sampler};
 use crate::device::{ArenaSpec, Buffer, Device};
 use crate::mesh::{DATA, MeshShape};
-use crate::metrics::{Request, RunDir, Start};
+use crate::metrics::{Request, RunDir};
 use crate::ops::Cast;
 use crate::optim::{Clip, PIECE, StateMemory};
 use crate::parallel::{Agreement, GradientLayout, Parameters, Reducer, Signature};
@@ -97,11 +97,14 @@ pub(super) fn open(
     // Checkpoints tell of the configuration as it was given.
     let mut identity = identity(config, &dataset)?;
     let origin = match start {
-        Start::Fresh => Origin::of_new(config, &spec.model, session)?,
-        Start::Resume { step } => Origin::Checkpoint(open_checkpoint(run_dir.path(), step, &identity)?),
+        None => Origin::of_new(config, &spec.model, session)?,
+        Some(step) => Origin::Checkpoint(open_checkpoint(run_dir.path(), step, &identity)?),
     };
     let mut config = config.clone();
-    let (ranks, given) = (spec.strategy.data_ranks(), config.train.grad_accumulation);
+    let (ranks, given) = (
+        spec.strategy.mesh.size(&DATA) as u64,
+        config.train.grad_accumulation,
+    );
     let rescaled = match origin.saved().and_then(BatchBefore::of) {
         None => None,
         Some(before) => rescale(&mut config, ranks, &before)?,
@@ -161,9 +164,9 @@ pub(super) fn prepare<'a>(
         rank_table: RankTable::new(&world, "numbers of each rank")?,
         step_table: StepTable::new(&world)?,
         loader: loader(config, &world, &dataset),
-        evaluation: Evaluation::new(dataset.val.clone(), config.model.block_size),
+        validation: dataset.val.clone(),
         checkpoints: Checkpoints::new(
-            (run_dir.path(), env.generation.get()),
+            (&run_dir, env.generation.get()),
             (config, &world),
             opened.storage.unwrap_or_else(|| Arc::new(Disk)),
             opened.identity,
@@ -296,7 +299,7 @@ pub(super) fn is_restarted(env: &WorkerEnv) -> bool {
     env.restart_count > 0 || env.generation.get() > 1
 }
 
-fn open_run_dir(config: &TrainConfig, session: &Session) -> Result<(RunDir, Start), TrainError> {
+fn open_run_dir(config: &TrainConfig, session: &Session) -> Result<(RunDir, Option<u64>), TrainError> {
     let env = session.env();
     let request = Request {
         run: &config.run,
@@ -306,6 +309,7 @@ fn open_run_dir(config: &TrainConfig, session: &Session) -> Result<(RunDir, Star
         is_unique: env.run_token.is_some(),
         restarted: is_restarted(env),
         rank: env.rank.get(),
+        generation: env.generation.get(),
         world_size: env.world_size.get(),
         deadline: Instant::now() + timeout(config),
     };

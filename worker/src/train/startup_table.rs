@@ -235,10 +235,6 @@ fn scaled_rate(train: &Train, global_batch: u64) -> Option<String> {
 }
 
 fn memory(held: &Footprint, snapshot_bytes: u64) -> String {
-    let aside = |number: u64, words: fn(String) -> String| match number {
-        0 => String::new(),
-        number => words(bytes(number)),
-    };
     format!(
         "parameters {}{}, gradients {}{}, optimizer {}{}, activations {}{}",
         bytes(held.params),
@@ -256,12 +252,17 @@ fn memory(held: &Footprint, snapshot_bytes: u64) -> String {
     )
 }
 
-/// What of the gradients is slots.
-fn in_flight(slots: u64) -> String {
-    match slots {
+/// Says how many bytes there are, if there are any.
+fn aside(number: u64, words: fn(String) -> String) -> String {
+    match number {
         0 => String::new(),
-        slots => format!(" ({} of it in flight)", bytes(slots)),
+        number => words(bytes(number)),
     }
+}
+
+/// Says how many bytes of the gradients are slots.
+fn in_flight(slots: u64) -> String {
+    aside(slots, |slots| format!(" ({slots} of it in flight)"))
 }
 
 fn precision(config: &TrainConfig) -> String {
@@ -295,7 +296,7 @@ fn strategy(trainer: &TrainerParts<'_>) -> String {
         Strategy::Zero3 => "zero3: optimizer state, gradients and parameters",
     };
     let ranks = counted(strategy.shard_ranks(), "rank");
-    let copies = match strategy.copies() {
+    let copies = match strategy.mesh.size(&[Axis::Replicate]) {
         1 => String::new(),
         copies => format!(", {copies} replicas"),
     };

@@ -64,19 +64,9 @@ impl ShardingStrategy {
         }
     }
 
-    /// Ranks that read different samples.
-    pub(super) fn data_ranks(&self) -> u64 {
-        self.mesh.size(&DATA) as u64
-    }
-
     /// Ranks that hold one copy of the state.
     pub(super) fn shard_ranks(&self) -> usize {
         self.mesh.size(&[Axis::Shard])
-    }
-
-    /// Copies of the state.
-    pub(super) fn copies(&self) -> usize {
-        self.mesh.size(&[Axis::Replicate])
     }
 
     /// The same with another answer to what lies between micro-batches, where a strategy has a choice.

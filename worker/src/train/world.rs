@@ -43,7 +43,11 @@ impl World {
         shape: MeshShape,
     ) -> Result<Self, TrainError> {
         let options = JoinOptions {
-            executor: executor(config),
+            executor: if config.parallel.overlap {
+                Executor::Thread
+            } else {
+                Executor::Inline
+            },
             threads: threads(config),
             timeout: timeout(config),
         };
@@ -98,15 +102,6 @@ impl World {
             }),
             None => Ok(()),
         }
-    }
-}
-
-/// `parallel.overlap`
-fn executor(config: &TrainConfig) -> Executor {
-    if config.parallel.overlap {
-        Executor::Thread
-    } else {
-        Executor::Inline
     }
 }
 

@@ -34,30 +34,6 @@ fn layout(sizes: &[usize], world_size: usize, dtype: DType) -> Arc<GradientLayou
     Arc::new(GradientLayout::new(specs, &order, &config).unwrap())
 }
 
-#[test]
-fn the_deferring_device_runs_nothing_before_somebody_waits() {
-    let device = DeferredDevice::new();
-    let stream = device.stream();
-    let buffer = device
-        .alloc(&ArenaSpec::private("test", DType::F32, 100))
-        .unwrap()
-        .whole();
-    let mut events = Vec::new();
-    for value in [1.0, 2.0] {
-        let out = buffer.clone();
-        device.enqueue(stream, Fill { out, value }.into());
-        events.push(device.record(stream));
-    }
-    let value = || buffer.host::<f32>().unwrap()[99];
-    assert!(events.iter().all(|event| event.poll().is_none()));
-    assert_eq!(value(), 0.0);
-    events[0].wait(Instant::now() + PATIENCE).unwrap();
-    assert_eq!(value(), 1.0, "up to the event and no further");
-    assert!(events[0].poll() == Some(Ok(())) && events[1].poll().is_none());
-    device.synchronize(stream).unwrap();
-    assert_eq!(value(), 2.0);
-}
-
 /// Sums of gradients that are `rank + 1 + id` everywhere and still to be computed when they are reported, with
 /// the event behind them or, wrongly, with one that is reached already.
 fn sums_of_deferred(config: ReducerConfig, executor: Executor, honest: bool) -> Vec<Vec<f32>> {

@@ -194,7 +194,7 @@ fn what_is_computed_meanwhile_does_not_wait() {
         });
         assert_eq!(member.read(&x), [3.0, 4.0, 5.0, 3.0, 4.0, 5.0]);
         assert_eq!(member.read(&other), [7.0; 4]);
-        let times = member.group.take_times();
+        let times = member.group.tracker().take_times();
         assert!(times.comm > Duration::ZERO, "{times:?}");
     });
 }
@@ -211,7 +211,7 @@ fn rows_that_the_ranks_cannot_share_are_refused_before_anything_moves() {
         // All elements are summed, however many rows there are.
         member.group.all_reduce(&x, "sum").unwrap();
         assert_eq!(member.read(x.buffer()), [3.0; 40]);
-        assert_eq!(member.group.failure(), None);
+        assert_eq!(member.group.tracker().failure(), None);
         error
     });
     insta::assert_snapshot!(errors[2], @r"
@@ -238,7 +238,7 @@ fn the_group_keeps_why_an_exchange_failed() {
             .start(ExchangeKind::AllReduce, &x, "sum")
             .unwrap_err();
         assert_eq!(again, error);
-        member.group.failure()
+        member.group.tracker().failure()
     });
     let [Some(WorkError::Failed(error)), None] = &failures[..] else {
         panic!("{failures:?}");

@@ -71,7 +71,7 @@ fn start(nccl: &Nccl, name: &str, (rank, size): (usize, usize), folder: &Path) -
         .env(WORLD, size.to_string())
         .env(FOLDER, folder)
         .stdin(Stdio::null());
-    if nccl.version().is_at_least(2, 30) {
+    if (nccl.version().major, nccl.version().minor) >= (2, 30) {
         command.env("NCCL_MULTI_RANK_GPU_ENABLE", "1");
     } else {
         command.env("NCCL_HOSTID", format!("rank-{rank}"));

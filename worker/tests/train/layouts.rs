@@ -12,7 +12,7 @@ use std::sync::Arc;
 use crate::train_support::deferred::DeferredDevice;
 use crate::train_support::{Job, Trained};
 use ddp_worker::config::{
-    self, Accumulate, ModelKind, OptimizerKind, PipelineSchedule, Precision, Recompute, Strategy, TrainConfig,
+    Accumulate, ModelKind, OptimizerKind, PipelineSchedule, Precision, Recompute, Strategy, TrainConfig,
 };
 
 /// One of the generated runs.
@@ -381,27 +381,6 @@ fn sixty_layouts_at_least_are_generated_and_every_choice_is_among_them() {
         6,
         "a pipeline has several micro-batches"
     );
-}
-
-/// The command of a layout is that layout.
-#[test]
-fn what_is_printed_repeats_a_layout() {
-    let folder = tempfile::tempdir().unwrap();
-    std::fs::write(folder.path().join("README.md"), "a text ".repeat(100)).unwrap();
-    for layout in layouts() {
-        let command = layout.command();
-        let (config, start) = command.rsplit_once("' > layout.yaml && ").unwrap();
-        let ranks = layout.ranks();
-        assert_eq!(start, format!("ddp-run --nproc-per-node {ranks} layout.yaml"));
-        let path = folder.path().join("layout.yaml");
-        std::fs::write(&path, config.strip_prefix("echo '").unwrap()).unwrap();
-        let loaded = config::load(&path, &[]).unwrap();
-        let mut expected = Job::with(|c| layout.apply(c)).config;
-        expected.run.out_dir = None;
-        expected.data.train = loaded.data.train.clone();
-        expected.parallel.accumulate = loaded.parallel.accumulate;
-        assert_eq!(loaded, expected);
-    }
 }
 
 /// Nothing runs there before somebody waits for it: what does not wait for the sum of the others comes too early.

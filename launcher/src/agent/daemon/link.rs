@@ -141,14 +141,6 @@ struct Side {
     is_lost: bool,
 }
 
-/// Why the task stops using a stream.
-enum Stop {
-    /// It broke.
-    Broken(ClientError),
-    /// The agent leaves, or is gone.
-    Done,
-}
-
 impl Side {
     async fn run(&mut self) -> Result<(), ClientError> {
         let client = self.connect().await?;
@@ -170,9 +162,8 @@ impl Side {
                     continue;
                 }
             };
-            let error = match self.serve(stream, &client, &mut attempts).await {
-                Stop::Done => return Ok(()),
-                Stop::Broken(error) => error,
+            let Err(error) = self.serve(stream, &client, &mut attempts).await else {
+                return Ok(());
             };
             if self.is_known && !self.is_lost {
                 // It has worked until now.
@@ -218,22 +209,24 @@ impl Side {
     }
 
     /// After a refusal the daemon ends the stream: nothing broke, and nothing is left to be said but good-bye.
-    async fn await_leave(&mut self) -> Stop {
+    async fn await_leave(&mut self) {
         while let Some(command) = self.queue.recv().await {
             if matches!(command, Command::Leave(..)) {
                 self.tell(LinkEvent::Left).await;
-                break;
+                return;
             }
         }
-        Stop::Done
     }
 
-    /// Uses a stream until it breaks or the agent leaves. What is opened is the daemon's only when it says something,
-    /// which it does at once; the `attempts` end when it did not.
-    async fn serve(&mut self, mut stream: AgentStream, client: &Client, attempts: &mut Attempts) -> Stop {
-        if let Err(error) = self.replay(&stream) {
-            return Stop::Broken(error);
-        }
+    /// Uses a stream until it breaks, which is an error, or the agent leaves or is gone. What is opened is the daemon's
+    /// only when it says something, which it does at once; the `attempts` end when it did not.
+    async fn serve(
+        &mut self,
+        mut stream: AgentStream,
+        client: &Client,
+        attempts: &mut Attempts,
+    ) -> Result<(), ClientError> {
+        self.replay(&stream)?;
         loop {
             let is_silent = self.is_lost || !self.is_known;
             // Cancel safe: `recv` and `next` lose nothing that they have not returned.
@@ -242,8 +235,11 @@ impl Side {
                 message = stream.next() => {
                     match message {
                         Ok(message) => self.take(message).await,
-                        Err(_) if self.memory.is_refused() => return self.await_leave().await,
-                        Err(error) => return Stop::Broken(error),
+                        Err(_) if self.memory.is_refused() => {
+                            self.await_leave().await;
+                            return Ok(());
+                        }
+                        Err(error) => return Err(error),
                     }
                     continue;
                 }
@@ -256,15 +252,12 @@ impl Side {
                         endpoint: self.plan.endpoint.clone(),
                         cause: "the daemon said nothing on the stream".into(),
                     };
-                    match give_up(client, attempts, silence) {
-                        Ok(more) => *attempts = more,
-                        Err(error) => return Stop::Broken(error),
-                    }
+                    *attempts = give_up(client, attempts, silence)?;
                     continue;
                 }
             };
             let (generation, body) = match command {
-                None => return Stop::Done,
+                None => return Ok(()),
                 Some(Command::Report(generation, body)) => (generation, body),
                 Some(Command::Heartbeat) => {
                     let latest = self.heartbeat.lock().expect("nothing panics with it").take();
@@ -276,15 +269,17 @@ impl Side {
                 Some(Command::Leave(generation, leave, deadline)) => {
                     stream.leave(generation, leave, deadline).await;
                     self.tell(LinkEvent::Left).await;
-                    return Stop::Done;
+                    return Ok(());
                 }
             };
             self.memory.note(generation, &body);
             let assignment_id = self.memory.assignment_id(generation);
-            match stream.sender().send(generation, assignment_id, body) {
-                Err(_) if self.memory.is_refused() => return self.await_leave().await,
-                Err(error) => return Stop::Broken(error),
-                Ok(()) => {}
+            match stream.send(generation, assignment_id, body) {
+                Err(_) if self.memory.is_refused() => {
+                    self.await_leave().await;
+                    return Ok(());
+                }
+                sent => sent?,
             }
         }
     }
@@ -294,7 +289,7 @@ impl Side {
         let (generation, greeting) = self.memory.greeting(Instant::now());
         let assignment_id = self.memory.assignment_id(generation);
         let mut bodies = greeting.into_iter();
-        bodies.try_for_each(|body| stream.sender().send(generation, assignment_id, body))
+        bodies.try_for_each(|body| stream.send(generation, assignment_id, body))
     }
 
     async fn take(&mut self, message: DaemonMessage) {

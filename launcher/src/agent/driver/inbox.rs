@@ -7,8 +7,9 @@ use tokio::sync::mpsc;
 use tokio::time::{Instant, Interval, MissedTickBehavior, interval_at, sleep_until};
 
 use super::super::daemon::LinkEvent;
+use super::super::machine::ExitReason;
 use super::super::signals::{SignalAction, Signals};
-use super::super::workers::{PrepareError, Prepared, Threads};
+use super::super::workers::{Prepared, Threads};
 use crate::control::ControlEvent;
 use crate::spawn::spawner::SpawnEvent;
 
@@ -48,7 +49,7 @@ pub(super) enum LoopEvent {
     /// The time that [`Inbox::watch_takeover`] has set is over.
     Replaceable,
     /// The files and pipes of a generation's workers, or the error of making them.
-    Prepared(Generation, Box<Result<Prepared, PrepareError>>),
+    Prepared(Generation, Box<Result<Prepared, ExitReason>>),
     /// No more control messages of a worker will come.
     ControlDrained(Generation, LocalRank),
     /// The last output of a failed worker was read, with the message of its error file.
@@ -94,10 +95,12 @@ impl Inbox {
         (inbox, spawn_sender, control_sender)
     }
 
-    /// The next of whatever comes. Cancel safe.
+    /// Waits for the next event. Cancel safe.
     pub(super) async fn next(&mut self) -> LoopEvent {
-        let ring = at(self.alarm);
-        let takeover = at(self.takeover);
+        let alarm = self.alarm;
+        let ring = sleep_until(alarm.unwrap_or_else(Instant::now));
+        let takeover = self.takeover;
+        let replaceable = sleep_until(takeover.unwrap_or_else(Instant::now));
         let watch = async {
             match &mut self.watch {
                 Some(ticks) => ticks.tick().await,
@@ -112,11 +115,11 @@ impl Inbox {
             Some(event) = self.spawns.recv() => LoopEvent::Spawn(event),
             Some(result) = self.results.recv() => result,
             Some(event) = self.link.recv() => LoopEvent::Link(event),
-            () = ring => {
+            () = ring, if alarm.is_some() => {
                 self.alarm = None;
                 LoopEvent::Alarm
             }
-            () = takeover => LoopEvent::Replaceable,
+            () = replaceable, if takeover.is_some() => LoopEvent::Replaceable,
             _ = self.heartbeat.tick() => LoopEvent::Heartbeat,
             _ = watch => LoopEvent::Watch,
         }
@@ -129,7 +132,7 @@ impl Inbox {
             .collect()
     }
 
-    /// Does what takes time beside the loop; its result comes back as an event.
+    /// Runs slow work in a task; its result comes back as an event.
     pub(super) fn expect(&self, work: impl Future<Output = LoopEvent> + Send + 'static) {
         let results = self.results_sender.clone();
         tokio::spawn(async move {
@@ -158,14 +161,6 @@ impl Inbox {
         if !interval.is_zero() && interval != self.heartbeat.period() {
             self.heartbeat = every(interval);
         }
-    }
-}
-
-/// Ends at this moment; never without one.
-async fn at(moment: Option<Instant>) {
-    match moment {
-        Some(moment) => sleep_until(moment).await,
-        None => std::future::pending().await,
     }
 }
 

@@ -2,10 +2,11 @@
 
 use std::io;
 
+use ddp_proto::exit;
 use ddp_proto::rendezvous::Assignment;
 
 use super::super::context::LaunchContext;
-use super::super::workers::PrepareError;
+use super::super::machine::ExitReason;
 use crate::spawn::master_port::{MasterPort, hint_for};
 use crate::tcp_store::TcpStoreServer;
 
@@ -68,7 +69,7 @@ impl MasterEndpoint {
         &mut self,
         launch: &LaunchContext<'_>,
         assignment: &Assignment,
-    ) -> Result<bool, PrepareError> {
+    ) -> Result<bool, ExitReason> {
         let agent_store = launch.plan.command.agent_store;
         if !agent_store || assignment.node_rank != 0 {
             return Ok(agent_store);
@@ -84,16 +85,20 @@ impl MasterEndpoint {
         match listening.and_then(|listener| TcpStoreServer::start(listener, console.clone())) {
             Ok(store) => self.store = Some(store),
             Err(cause) => {
-                let given = launch.plan.master_port;
+                let (given, port) = (launch.plan.master_port, assignment.master_port);
+                let is_taken = cause.kind() == io::ErrorKind::AddrInUse;
                 // The next generation would have the same port.
-                let is_final = given.is_some() && cause.kind() == io::ErrorKind::AddrInUse;
-                let error = PrepareError::Store {
-                    port: assignment.master_port,
-                    given,
-                    cause,
-                };
+                let is_final = given.is_some() && is_taken;
+                let hint = hint_for(&cause, given);
+                let error = format!("cannot host PyTorch's store at MASTER_PORT {port}: {cause}{hint}");
                 if is_final || assignment.node_count > 1 {
-                    return Err(error);
+                    // The same code as for the port of the rendezvous.
+                    let exit_code = if is_taken {
+                        exit::DAEMON_UNREACHABLE
+                    } else {
+                        exit::INTERNAL
+                    };
+                    return Err(ExitReason::Broken { exit_code, error });
                 }
                 console.say(&format!("rank 0 hosts the store: {error}"));
             }

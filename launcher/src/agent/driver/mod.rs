@@ -25,19 +25,20 @@ use ddp_proto::ids::{Generation, LocalRank, NodeId};
 use ddp_proto::rendezvous::Assignment;
 use ddp_proto::rendezvous::agent_message::Body as Report;
 
-use super::context::{LaunchContext, LaunchError};
+use super::context::LaunchContext;
 use super::daemon::{DaemonConnection, LinkEvent, WorkersEnd};
 use super::machine::{Effect, Event, ExitReason, Machine, Rules, VERDICT_WAIT};
 use super::signals::{SignalAction, Signals};
-use super::workers::{HangWatch, PrepareError, Prepared, WorkerGroup};
+use super::workers::{HangWatch, Prepared, WorkerGroup};
 use crate::control::{ControlEvent, ControlNews, ControlServer, Store, WorkerContext};
 use crate::report::event_log::LogEvent;
 use crate::spawn::program::check_program;
 use crate::spawn::spawner::SpawnEvent;
+use crate::supervise::death_notice::DeathNotice;
 use crate::supervise::reap;
 use inbox::{Inbox, LoopEvent};
 use master_endpoint::MasterEndpoint;
-use records::{Ended, Records};
+use records::Records;
 use starting::Starter;
 
 /// The agent with all its parts.
@@ -59,10 +60,18 @@ pub(super) struct Driver<'a> {
 
 impl<'a> Driver<'a> {
     /// Checks the plan, starts all threads and tasks, and joins the job.
-    pub(super) fn start(launch: LaunchContext<'a>) -> Result<Self, LaunchError> {
+    pub(super) fn start(launch: LaunchContext<'a>) -> Result<Self, ExitReason> {
         let plan = &launch.plan;
         let path = launch.inherited.iter().find(|(name, _)| name == "PATH");
-        check_program(&plan.command, path.map(|(_, value)| value))?;
+        check_program(&plan.command.program, path.map(|(_, value)| value))?;
+        if plan.nodes.max > 1 {
+            launch.guardian.set_notice(&DeathNotice {
+                endpoint: plan.endpoint.clone(),
+                token: plan.access.token().map(|token| token.reveal().to_owned()),
+                job_id: plan.job_id.clone(),
+                incarnation: plan.incarnation.clone(),
+            })?;
+        }
         let records = Records::open(&launch)?;
         nix::sys::prctl::set_child_subreaper(true).map_err(std::io::Error::from)?;
         let signals = Signals::listen(&plan.signals)?;
@@ -101,13 +110,11 @@ impl<'a> Driver<'a> {
             self.daemon.reconsider(&self.machine);
             self.watch_takeover();
             if let Some(exit_reason) = self.finished.take() {
-                let ended = Ended {
-                    launch: &self.launch,
-                    exit_reason: &exit_reason,
-                    generation: self.machine.generation(),
-                    worker_group: &self.worker_group,
-                };
-                let report = self.records.close(&ended).await;
+                let generation = self.machine.generation();
+                let closing = self
+                    .records
+                    .close(&self.launch, &exit_reason, generation, &self.worker_group);
+                let report = closing.await;
                 return (exit_reason, report);
             }
             let event = self.inbox.next().await;
@@ -444,21 +451,19 @@ impl<'a> Driver<'a> {
     }
 
     /// Has the workers started, unless they were given up meanwhile.
-    fn on_prepared(&mut self, generation: Generation, prepared: Result<Prepared, PrepareError>) {
+    fn on_prepared(&mut self, generation: Generation, prepared: Result<Prepared, ExitReason>) {
         if generation != self.machine.generation() || !self.starter.is_wanted() {
             return;
         }
         if let Err(error) = prepared.and_then(|prepared| self.spawn(generation, prepared)) {
-            self.events.push_back(Event::CannotBegin {
-                exit_code: error.exit_code(),
-                error: error.to_string(),
-            });
+            self.events.push_back(Event::CannotBegin(error));
         }
     }
 
-    fn spawn(&mut self, generation: Generation, prepared: Prepared) -> Result<(), PrepareError> {
+    fn spawn(&mut self, generation: Generation, prepared: Prepared) -> Result<(), ExitReason> {
         let Some(client) = self.daemon.client().cloned() else {
-            return Err(PrepareError::Assignment("it arrived without a connection".into()));
+            let error = "invalid assignment from the rendezvous daemon: it arrived without a connection";
+            return Err(ExitReason::internal(error.into()));
         };
         self.worker_group = prepared.worker_group;
         self.records.generation_begins();

@@ -9,7 +9,7 @@ use ddp_proto::rendezvous::daemon_message::Body as Word;
 use ddp_proto::rendezvous::{DaemonMessage, Failures, WorkerExit};
 use tokio::time::timeout;
 
-use super::super::context::{LaunchContext, LaunchError};
+use super::super::context::LaunchContext;
 use super::super::machine::ExitReason;
 use super::super::workers::WorkerGroup;
 use crate::output::logs::{create_log_dir, free_attempt, remove_empty};
@@ -34,24 +34,13 @@ pub(super) struct Records {
     failures: Failures,
 }
 
-/// How a launch ended.
-pub(super) struct Ended<'a> {
-    pub(super) launch: &'a LaunchContext<'a>,
-    pub(super) exit_reason: &'a ExitReason,
-    /// The last one that this node was in.
-    pub(super) generation: Generation,
-    /// Its workers.
-    pub(super) worker_group: &'a WorkerGroup,
-}
-
 impl Records {
     /// Makes the log directory, and opens the event log.
-    pub(super) fn open(launch: &LaunchContext<'_>) -> Result<Self, LaunchError> {
+    pub(super) fn open(launch: &LaunchContext<'_>) -> Result<Self, ExitReason> {
         let plan = &launch.plan;
         let made = plan.log_dir.as_deref().map(create_log_dir).transpose()?;
-        let event_log = plan.event_log.as_deref().map(EventLog::open).transpose()?;
         Ok(Self {
-            event_log: EventLog::start(event_log, &plan.job_id, &launch.hostname)?,
+            event_log: EventLog::start(plan.event_log.as_deref(), &plan.job_id, &launch.hostname)?,
             made: made.unwrap_or_default(),
             free_attempt: plan.log_dir.as_deref().map_or(0, free_attempt),
             local_failure: None,
@@ -111,25 +100,43 @@ impl Records {
     }
 
     /// Writes the end of the launch for programs: the event log and the error files. Gives the report for people.
-    pub(super) async fn close(&mut self, ended: &Ended<'_>) -> Option<String> {
-        let report = self.report(ended);
+    pub(super) async fn close(
+        &mut self,
+        launch: &LaunchContext<'_>,
+        exit_reason: &ExitReason,
+        generation: Generation,
+        worker_group: &WorkerGroup,
+    ) -> Option<String> {
+        let facts = self.facts(launch, exit_reason, generation, worker_group);
+        let report = text::report(&facts);
         self.put(LogEvent::Finished {
-            exit_code: ended.exit_reason.exit_code(),
+            exit_code: exit_reason.exit_code(),
             report: report.as_deref(),
         });
-        let LaunchContext { console, files, .. } = ended.launch;
-        if matches!(ended.exit_reason, ExitReason::Succeeded) && ended.generation == Generation(0) {
+        let LaunchContext { console, files, .. } = launch;
+        if matches!(exit_reason, ExitReason::Succeeded) && generation == Generation(0) {
             console
                 .say("the job succeeded without this node, which stayed on standby and started no workers");
         }
-        if matches!(ended.exit_reason, ExitReason::Stopped { .. }) {
+        if matches!(exit_reason, ExitReason::Stopped { .. }) {
             // It may have been stopped before it wrote anything.
             let made = std::mem::take(&mut self.made);
             let removed = files.give(move || remove_empty(&made));
             // They are empty: nothing is lost if they stay.
             let _ = timeout(FILE_BOUND, removed).await;
-        } else if let Some(report) = &report {
-            let written = files.give(self.error_files(ended, report));
+        } else if let Some(report) = report.clone() {
+            let (plan, inherited) = (launch.plan.clone(), launch.inherited.clone());
+            let written = files.give(move || {
+                let verdict = Verdict {
+                    facts: &facts,
+                    report: &report,
+                };
+                let log_dir = plan.log_dir.as_deref();
+                [
+                    log_dir.map_or(Ok(()), |dir| verdict.write_to(dir)),
+                    verdict.pass_on(&inherited),
+                ]
+            });
             let complaints = match timeout(FILE_BOUND, written).await {
                 Ok(results) => results.into_iter().flatten().filter_map(Result::err).collect(),
                 Err(_) => vec![io::ErrorKind::TimedOut.into()],
@@ -142,57 +149,30 @@ impl Records {
         report
     }
 
-    /// What writes the error files: the launcher's own, and that of the program that started it.
-    fn error_files(
+    /// All that is known of how the launch ended.
+    fn facts(
         &self,
-        ended: &Ended<'_>,
-        report: &str,
-    ) -> impl FnOnce() -> [io::Result<()>; 2] + Send + use<> {
-        let first_rank = match ended.exit_reason {
-            ExitReason::JobOver { first_failure, .. } => first_failure.as_ref().map(|first| first.0.rank),
-            _ => None,
-        };
-        let worker_file = first_rank.and_then(|rank| ended.worker_group.error_file_of(GlobalRank(rank)));
-        let launch = ended.launch;
-        let (plan, inherited) = (launch.plan.clone(), launch.inherited.clone());
-        let hostname = launch.hostname.clone();
-        let (local_failure, failures) = (self.local_failure.clone(), self.failures.clone());
-        let local = ended.worker_group.ends();
-        let (exit_reason, report) = (ended.exit_reason.clone(), report.to_owned());
-        let generation = ended.generation;
-        move || {
-            let verdict = Verdict {
-                job_id: &plan.job_id,
-                exit_reason: &exit_reason,
-                report: &report,
-                local_failure: local_failure.as_ref(),
-                failures: &failures,
-                local: &local,
-                generation,
-                hostname: &hostname,
-                worker_file,
-            };
-            let below_logs = plan.log_dir.as_deref();
-            [
-                below_logs.map_or(Ok(()), |dir| verdict.write_to(dir)),
-                verdict.pass_on(&inherited),
-            ]
-        }
-    }
-
-    fn report(&self, ended: &Ended<'_>) -> Option<String> {
-        let plan = &ended.launch.plan;
-        text::report(&ReportFacts {
-            exit_reason: ended.exit_reason,
-            program: &plan.command.display_name,
-            executable: &plan.command.program,
-            hostname: &ended.launch.hostname,
+        launch: &LaunchContext<'_>,
+        exit_reason: &ExitReason,
+        generation: Generation,
+        worker_group: &WorkerGroup,
+    ) -> ReportFacts {
+        let plan = &launch.plan;
+        let first_rank = exit_reason.first_failure().map(|(exit, _)| GlobalRank(exit.rank));
+        ReportFacts {
+            job_id: plan.job_id.clone(),
+            exit_reason: exit_reason.clone(),
+            program: plan.command.display_name.clone(),
+            executable: plan.command.program.clone(),
+            hostname: launch.hostname.clone(),
             output_unseen: plan.output.direct || plan.output.raw,
-            local_failure: self.local_failure.as_ref(),
-            local_ends: &ended.worker_group.local_ends(),
-            failures: &self.failures,
-            generation: ended.generation,
-            ran_for: ended.worker_group.ran_for(),
-        })
+            local_failure: self.local_failure.clone(),
+            local_ends: worker_group.local_ends(),
+            stopped: worker_group.ends(),
+            failures: self.failures.clone(),
+            generation,
+            ran_for: worker_group.ran_for(),
+            worker_file: first_rank.and_then(|rank| worker_group.error_file_of(rank)),
+        }
     }
 }

@@ -10,19 +10,23 @@ use ddp_proto::rendezvous::{Assignment, Join};
 use tokio::sync::mpsc;
 
 use super::super::context::LaunchContext;
-use super::super::workers::{PrepareError, SpawnContext, WorkerGroup};
+use super::super::machine::ExitReason;
+use super::super::workers::{SpawnContext, WorkerGroup, no_pipes};
 use super::inbox::LoopEvent;
 use crate::cgroup::{CgroupEntry, WorkerCgroup};
 use crate::output::reader::OutputReader;
-use crate::spawn::spawner::{Batch, SpawnEvent, Spawner, WorkerSpec};
+use crate::spawn::spawner::{self, Batch, SpawnEvent, WorkerSpec};
 
 /// Version of the protocol that this agent speaks.
 const PROTOCOL: u32 = 1;
+/// The panic hook has said more.
+const PANICKED: &str =
+    "the launcher panicked (see the panic message above) and did not create the files of the workers";
 
 /// Starts the workers of one generation after the other.
 pub(super) struct Starter {
     reader: OutputReader,
-    spawner: Spawner,
+    spawner: mpsc::Sender<Batch>,
     /// Address of the control socket.
     control: String,
     /// Files and pipes of the current generation are being made.
@@ -44,7 +48,7 @@ impl Starter {
     ) -> io::Result<Self> {
         Ok(Self {
             reader: OutputReader::start(launch.console.clone())?,
-            spawner: Spawner::start(launch.guardian.registrar(), events)?,
+            spawner: spawner::start(launch.guardian.registrar(), events)?,
             control: control.to_owned(),
             preparing: false,
             entry: None,
@@ -91,7 +95,7 @@ impl Starter {
         launch: &LaunchContext<'_>,
         generation: Generation,
         assignment: Assignment,
-        agent_store: Result<bool, PrepareError>,
+        agent_store: Result<bool, ExitReason>,
     ) -> impl Future<Output = LoopEvent> + Send + use<> {
         self.run_token.clone_from(&assignment.run_token);
         self.preparing = true;
@@ -114,7 +118,7 @@ impl Starter {
                 Ok(context) => files
                     .give(move || WorkerGroup::prepare(generation, &assignment, &context, &reader))
                     .await
-                    .unwrap_or(Err(PrepareError::Panicked)),
+                    .unwrap_or_else(|| Err(ExitReason::internal(PANICKED.into()))),
                 Err(error) => Err(error),
             };
             LoopEvent::Prepared(generation, Box::new(prepared))
@@ -133,7 +137,7 @@ impl Starter {
         generation: Generation,
         workers: Vec<WorkerSpec>,
         cancelled: Arc<AtomicBool>,
-    ) -> Result<(), PrepareError> {
+    ) -> Result<(), ExitReason> {
         let LaunchContext { plan, .. } = launch;
         let batch = Batch {
             generation,
@@ -149,9 +153,9 @@ impl Starter {
             entry: self.entry.take(),
             cancelled,
         };
-        if !self.spawner.request(batch) {
+        if self.spawner.try_send(batch).is_err() {
             let busy = "workers of the last generation are still being started";
-            return Err(PrepareError::Pipe(io::Error::other(busy)));
+            return Err(no_pipes(io::Error::other(busy)));
         }
         Ok(())
     }

@@ -1,6 +1,5 @@
 //! Work that takes time, done beside the agent's loop: each gives an event for the loop.
 
-use std::collections::BTreeSet;
 use std::path::Path;
 use std::time::Duration;
 
@@ -76,9 +75,7 @@ pub(super) fn kill_leftovers(guardian: i32, group: Option<&WorkerCgroup>) -> Vec
     if let Some(group) = group {
         group.kill();
     }
-    let spared = BTreeSet::from([guardian]);
-    let of = nix::unistd::Pid::this().as_raw();
-    KillTargets::Descendants { of, spared: &spared }.kill_all(SWEEP_BOUND)
+    KillTargets::Descendants { spared: guardian }.kill_all(SWEEP_BOUND)
 }
 
 /// Waits until what is left of the workers is killed, for the end of their output, and for what `read` finds in files.

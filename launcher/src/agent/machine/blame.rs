@@ -91,7 +91,7 @@ impl Suspects {
     }
 
     /// All workers of this node have ended, some with an error: when all last words are here, the first one is blamed.
-    /// It is for the daemon to know better, if another node does.
+    /// The daemon may blame a rank of another node.
     pub(super) fn judge(&self) -> Option<Suspect> {
         let all_have_spoken = self.0.iter().all(|s| s.consequence.is_some());
         all_have_spoken.then(|| self.first()).flatten()

@@ -30,12 +30,7 @@ pub enum Event {
     /// How the start of the workers goes.
     Spawn(SpawnEvent),
     /// Something that the generation needs failed before any worker was started.
-    CannotBegin {
-        /// Exit code that belongs to the error.
-        exit_code: u8,
-        /// In words.
-        error: String,
-    },
+    CannotBegin(ExitReason),
     /// A worker ended.
     Exited {
         /// Its place on this node.

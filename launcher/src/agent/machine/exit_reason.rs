@@ -1,10 +1,14 @@
 //! The ways in which a launch ends.
 
+use std::{fmt, io};
+
 use ddp_proto::exit;
 use ddp_proto::rendezvous::refused::Code;
 use ddp_proto::rendezvous::{JobOver, Leave, Refused, WorkerExit};
 
+use crate::output::logs::LogError;
 use crate::spawn::program::SpawnError;
+use crate::supervise::ending::signal_name;
 
 /// Why the launcher exits.
 #[derive(Clone, Debug, PartialEq)]
@@ -54,25 +58,72 @@ pub enum ExitReason {
     },
 }
 
+impl From<SpawnError> for ExitReason {
+    fn from(error: SpawnError) -> Self {
+        Self::CannotStart(error)
+    }
+}
+
+impl From<LogError> for ExitReason {
+    fn from(error: LogError) -> Self {
+        Self::Broken {
+            exit_code: exit::USAGE,
+            error: error.to_string(),
+        }
+    }
+}
+
+/// The system refused something while the launcher was set up.
+impl From<io::Error> for ExitReason {
+    fn from(error: io::Error) -> Self {
+        // Of all that is set up, only a thread is refused for now.
+        Self::internal(match error.raw_os_error() {
+            Some(libc::EAGAIN) => format!(
+                "cannot start a thread: {error}\n  hint: raise `ulimit -u`, and the pids limit of the control group if \
+                 there is one"
+            ),
+            Some(libc::EMFILE) => format!("cannot set up the launcher: {error}\n  hint: check `ulimit -n`"),
+            _ => format!("cannot set up the launcher: {error}"),
+        })
+    }
+}
+
+/// The cause in words, for the workers and the daemon.
+impl fmt::Display for ExitReason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Succeeded => f.write_str("the job has ended"),
+            Self::Stopped { signal } => f.write_str(&signal_name(*signal)),
+            Self::CannotStart(error) => error.fmt(f),
+            Self::JobOver { reason: words, .. }
+            | Self::Refused { reason: words, .. }
+            | Self::DaemonGone { error: words, .. }
+            | Self::Broken { error: words, .. } => f.write_str(words),
+        }
+    }
+}
+
 impl ExitReason {
+    /// The launcher itself failed.
+    pub(in crate::agent) fn internal(error: String) -> Self {
+        let exit_code = exit::INTERNAL;
+        Self::Broken { exit_code, error }
+    }
+
     /// The good-bye to the daemon when this ends the agent: a signal or a failed start ends the whole job. A daemon that
     /// took the place of the one that has ended the job learns how.
     pub(super) fn farewell(&self) -> Leave {
-        let reason = match self {
-            Self::CannotStart(error) => error.to_string(),
-            Self::JobOver { reason, .. } | Self::Broken { error: reason, .. } => reason.clone(),
-            Self::Stopped { signal } => {
-                return Leave {
-                    signal: Some(*signal),
-                    ..Leave::default()
-                };
-            }
-            _ => return Leave::default(),
-        };
-        Leave {
-            reason,
-            exit_code: Some(i32::from(self.exit_code())),
-            ..Leave::default()
+        match self {
+            Self::CannotStart(_) | Self::JobOver { .. } | Self::Broken { .. } => Leave {
+                reason: self.to_string(),
+                exit_code: Some(i32::from(self.exit_code())),
+                ..Leave::default()
+            },
+            Self::Stopped { signal } => Leave {
+                signal: Some(*signal),
+                ..Leave::default()
+            },
+            _ => Leave::default(),
         }
     }
 
@@ -117,6 +168,17 @@ impl ExitReason {
         Self::Refused {
             exit_code,
             reason: refused.reason,
+        }
+    }
+
+    /// The first failure of the job, and the host it happened on.
+    pub(crate) fn first_failure(&self) -> Option<(&WorkerExit, &str)> {
+        match self {
+            Self::JobOver { first_failure, .. } => {
+                let (failure, host) = first_failure.as_deref()?;
+                Some((failure, host))
+            }
+            _ => None,
         }
     }
 

@@ -137,7 +137,19 @@ impl Play {
 
     /// Exit code when the good-bye was received.
     fn end(&mut self) -> Option<u8> {
-        self.on(Event::Left).finish().map(ExitReason::exit_code)
+        self.on(Event::Left).code()
+    }
+
+    /// Exit code of its good-bye, if that is what it does first.
+    fn leaves_with(&self) -> Option<i32> {
+        match &self.last[0] {
+            Effect::Leave(leave) => leave.exit_code,
+            _ => None,
+        }
+    }
+
+    fn code(&self) -> Option<u8> {
+        self.finish().map(ExitReason::exit_code)
     }
 
     fn finish(&self) -> Option<&ExitReason> {
@@ -398,7 +410,7 @@ fn a_node_whose_workers_were_never_started_has_not_succeeded() {
     if play.finish().is_none() {
         play.on(Event::Left);
     }
-    assert_eq!(play.finish().map(ExitReason::exit_code), Some(69));
+    assert_eq!(play.code(), Some(69));
 }
 
 #[test]
@@ -601,14 +613,11 @@ fn a_daemon_that_is_gone_ends_the_launch_after_the_workers() {
         exit_code: 69,
         error: "gone".into(),
     };
-    assert_eq!(
-        Play::begin(false).on(gone()).finish().map(ExitReason::exit_code),
-        Some(69)
-    );
+    assert_eq!(Play::begin(false).on(gone()).code(), Some(69));
     let mut play = Play::running(false, 1);
     assert!(play.on(gone()).does(&Effect::SignalAll(libc::SIGTERM)));
     play.exit(0, Ending::Code(143));
-    assert_eq!(play.swept().finish().map(ExitReason::exit_code), Some(69));
+    assert_eq!(play.swept().code(), Some(69));
 }
 
 #[test]
@@ -634,7 +643,7 @@ fn native_workers_save_when_the_daemon_is_gone_unless_the_job_goes_on_without_th
         if play.finish().is_none() {
             play.on(Event::Left);
         }
-        assert_eq!(play.finish().map(ExitReason::exit_code), Some(exit_code));
+        assert_eq!(play.code(), Some(exit_code));
     }
 }
 
@@ -642,23 +651,13 @@ fn native_workers_save_when_the_daemon_is_gone_unless_the_job_goes_on_without_th
 fn a_daemon_that_never_answers_is_not_waited_for_for_ever() {
     let mut joining = Play::begin(false);
     assert!(joining.does(&Effect::Arm(Duration::from_mins(1) + JOIN_MARGIN)));
-    assert_eq!(
-        joining
-            .on(Event::Alarm)
-            .on(Event::Left)
-            .finish()
-            .map(ExitReason::exit_code),
-        Some(75)
-    );
+    assert_eq!(joining.on(Event::Alarm).on(Event::Left).code(), Some(75));
     let mut undecided = Play::running(false, 1);
     undecided
         .exit(0, Ending::Code(3))
         .control_drained(0, false)
         .swept();
-    assert_eq!(
-        undecided.on(Event::Alarm).finish().map(ExitReason::exit_code),
-        Some(69)
-    );
+    assert_eq!(undecided.on(Event::Alarm).code(), Some(69));
 }
 
 #[test]
@@ -704,14 +703,7 @@ fn an_assignment_that_makes_no_sense_starts_no_worker() {
             ..Assignment::default()
         };
         play.receive(1, Word::Assignment(assignment));
-        let leaves = matches!(
-            play.last[0],
-            Effect::Leave(Leave {
-                exit_code: Some(70),
-                ..
-            })
-        );
-        assert!(leaves, "{said}: {:?}", play.last);
+        assert_eq!(play.leaves_with(), Some(70), "{said}: {:?}", play.last);
     }
 }
 
@@ -728,7 +720,7 @@ fn a_refusal_after_workers_ran_stops_them() {
     );
     assert!(play.does(&Effect::SignalAll(libc::SIGTERM)));
     play.exit(0, KILLED).swept().on(Event::Left);
-    assert_eq!(play.finish().map(ExitReason::exit_code), Some(76));
+    assert_eq!(play.code(), Some(76));
 }
 
 #[test]

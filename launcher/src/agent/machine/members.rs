@@ -20,7 +20,7 @@ pub(super) struct Members {
 }
 
 impl Members {
-    /// So many are to be started.
+    /// `count` workers that have not started.
     pub(super) fn waiting(count: u32) -> Self {
         Self {
             members: vec![Member::Waiting; count as usize],

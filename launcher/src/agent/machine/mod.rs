@@ -213,10 +213,10 @@ impl Machine {
             Event::DaemonGone { exit_code, error } => self.on_daemon_gone(exit_code, error),
             Event::Replaceable { end_in } => self.on_replaceable(end_in),
             Event::Spawn(event) => self.on_spawn(event),
-            Event::CannotBegin { exit_code, error } => {
+            Event::CannotBegin(exit_reason) => {
                 self.members.spawn_ended();
                 self.members.forget();
-                self.end(ExitReason::Broken { exit_code, error })
+                self.end(exit_reason)
             }
             Event::Exited { local_rank, ending } => self.on_exited(local_rank, ending),
             Event::ControlDrained {
@@ -228,10 +228,7 @@ impl Machine {
             Event::Signal(signal) => self.on_signal(signal),
             Event::Alarm => self.on_alarm(),
             Event::Swept { stuck } => self.on_swept(&stuck),
-            Event::Left => match &self.phase {
-                Phase::Leaving(exit_reason) => self.finish(exit_reason.clone()),
-                _ => Vec::new(),
-            },
+            Event::Left => self.left(),
         }
     }
 
@@ -272,10 +269,7 @@ impl Machine {
             Ok(rank) => rank,
             Err(nonsense) => {
                 let error = format!("invalid assignment from the rendezvous daemon: {nonsense}");
-                return self.end(ExitReason::Broken {
-                    exit_code: exit::INTERNAL,
-                    error,
-                });
+                return self.end(ExitReason::internal(error));
             }
         };
         self.assigned = Assigned {
@@ -374,11 +368,11 @@ impl Machine {
         self.members.spawn_ended();
         let mut effects = match failure {
             Some(error) => self.end(ExitReason::CannotStart(error)),
-            // No worker was ever started: all of none have ended, but nothing has succeeded.
-            None if self.is_running() && self.members.is_empty() => self.end(ExitReason::Broken {
-                exit_code: exit::INTERNAL,
-                error: format!("no worker of generation {} was started", self.generation()),
-            }),
+            // No worker was ever started, so none has succeeded.
+            None if self.is_running() && self.members.is_empty() => {
+                let error = format!("no worker of generation {} was started", self.generation());
+                self.end(ExitReason::internal(error))
+            }
             None => Vec::new(),
         };
         effects.extend(self.check_gone());
@@ -483,10 +477,7 @@ impl Machine {
                 effects
             }
             Phase::Stopping(stop) => stop.on_signal(signal, again),
-            Phase::Leaving(exit_reason) if again => {
-                let exit_reason = exit_reason.clone();
-                self.finish(exit_reason)
-            }
+            Phase::Leaving(_) if again => self.left(),
             Phase::Leaving(_) | Phase::Done => Vec::new(),
             Phase::Joining | Phase::Succeeded | Phase::Undecided => self.end(exit_reason),
         }
@@ -503,10 +494,7 @@ impl Machine {
                 error: "the rendezvous daemon sent no decision after the failure".into(),
             }),
             Phase::Stopping(stop) => stop.on_alarm(),
-            Phase::Leaving(exit_reason) => {
-                let exit_reason = exit_reason.clone();
-                self.finish(exit_reason)
-            }
+            Phase::Leaving(_) => self.left(),
             Phase::Running(suspects) => match suspects.first() {
                 Some(suspect) => self.blame(&suspect),
                 None => Vec::new(),
@@ -621,22 +609,17 @@ impl Machine {
         match &mut self.phase {
             Phase::Running(_) => {
                 // The others have nothing to wait for, unless they are all well.
-                let (cause, are_well) = match &exit_reason {
-                    ExitReason::CannotStart(error) => (error.to_string(), false),
+                let are_well = match &exit_reason {
                     // A signal elsewhere. Native ranks of all nodes have stopped together; those that are still here
                     // have lost their peers.
-                    ExitReason::JobOver { reason, signal, .. } => {
-                        (reason.clone(), signal.is_some() && !self.rules.native)
+                    ExitReason::JobOver { signal, .. } => signal.is_some() && !self.rules.native,
+                    _ => exit_reason.leaves_time_to_save(),
+                };
+                let cause = match &exit_reason {
+                    ExitReason::DaemonGone { .. } if are_well => {
+                        "the rendezvous daemon is unreachable".into()
                     }
-                    ExitReason::Refused { reason, .. } => (reason.clone(), false),
-                    ExitReason::DaemonGone { .. } if exit_reason.leaves_time_to_save() => {
-                        ("the rendezvous daemon is unreachable".into(), true)
-                    }
-                    ExitReason::DaemonGone { error, .. } | ExitReason::Broken { error, .. } => {
-                        (error.clone(), false)
-                    }
-                    ExitReason::Succeeded => ("the job has ended".into(), false),
-                    ExitReason::Stopped { signal } => (signal_name(*signal), true),
+                    _ => exit_reason.to_string(),
                 };
                 let then = Then::Finish(exit_reason);
                 if are_well {
@@ -662,6 +645,14 @@ impl Machine {
         let leave = exit_reason.farewell();
         self.phase = Phase::Leaving(exit_reason);
         vec![Effect::Leave(leave), Effect::Arm(LEAVE_WAIT)]
+    }
+
+    /// The good-bye was said, or is not waited for.
+    fn left(&mut self) -> Vec<Effect> {
+        match &self.phase {
+            Phase::Leaving(exit_reason) => self.finish(exit_reason.clone()),
+            _ => Vec::new(),
+        }
     }
 
     fn finish(&mut self, exit_reason: ExitReason) -> Vec<Effect> {
@@ -697,7 +688,7 @@ fn first_rank(assignment: &Assignment, workers: u32) -> Result<u32, String> {
     if u16::try_from(assignment.master_port).is_err() {
         return Err(format!("{} is not a port", assignment.master_port));
     }
-    // As many as a number holds are too many.
+    // `u32::MAX` ranks are refused.
     let ranks = u64::from(assignment.world_size);
     let end = u64::from(node.first_rank) + u64::from(workers);
     if end > ranks || ranks == u64::from(u32::MAX) {
@@ -726,10 +717,8 @@ fn restart_notice(over: &GenerationOver) -> String {
         (true, Some(_)) => format!("{}; restarting without using up a restart", over.cause),
         (false, _) => format!("{}; restarting {when} ({count}/{max})", over.cause),
     };
-    if let Some(failure) = over
-        .first_failure
-        .as_ref()
-        .filter(|failure| !failure.log_file.is_empty())
+    if let Some(failure) = &over.first_failure
+        && !failure.log_file.is_empty()
     {
         notice.push_str("\n  log file: ");
         notice.push_str(&failure.log_file);

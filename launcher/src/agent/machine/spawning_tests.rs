@@ -52,12 +52,9 @@ fn a_program_that_cannot_be_started_is_no_failure_of_a_worker() {
     assert!(play.does(&Effect::Sweep));
     play.swept();
     assert!(
-        matches!(&play.last[0], Effect::Leave(Leave { signal: None, reason, exit_code: Some(127) }) if reason.contains("not found"))
+        matches!(&play.last[0], Effect::Leave(Leave { signal: None, reason, exit_code: Some(127), .. }) if reason.contains("not found"))
     );
-    assert_eq!(
-        play.on(Event::Left).finish().map(ExitReason::exit_code),
-        Some(127)
-    );
+    assert_eq!(play.end(), Some(127));
 }
 
 /// Generation 2, when the start of a worker of generation 1 has outlasted all of the stop routine.
@@ -131,15 +128,5 @@ fn a_generation_without_workers_is_no_success() {
     let mut play = Play::begin(false);
     play.assign(1, 2).spawn_ended(None);
     play.swept();
-    assert!(
-        matches!(
-            &play.last[0],
-            Effect::Leave(Leave {
-                exit_code: Some(70),
-                ..
-            })
-        ),
-        "{:?}",
-        play.last
-    );
+    assert_eq!(play.leaves_with(), Some(70), "{:?}", play.last);
 }

@@ -9,11 +9,11 @@ use ddp_proto::ids::{Generation, LocalRank};
 use nix::sys::signal::Signal;
 use tokio::time::{sleep, timeout};
 
-use super::super::blocking_thread::BlockingThread;
 use super::WorkerGroup;
 use crate::output::console::Console;
 use crate::plan::LaunchPlan;
 use crate::supervise::hang::{self, Silent};
+use crate::threads::BlockingThread;
 
 /// Looks within one `--hang-timeout`.
 const LOOKS: u32 = 10;
@@ -205,11 +205,8 @@ impl HangWatch {
 
 async fn wait_for_answers(read: impl Future<Output = Option<Threads>>) -> Threads {
     sleep(ANSWER_BOUND).await;
-    timeout(THREADS_BOUND, read)
-        .await
-        .ok()
-        .flatten()
-        .unwrap_or_default()
+    let threads = timeout(THREADS_BOUND, read).await;
+    threads.ok().flatten().unwrap_or_default()
 }
 
 /// The worker's own words, or the kernel's if it has none.

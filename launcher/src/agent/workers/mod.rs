@@ -13,7 +13,7 @@ mod pace;
 mod spawn_context;
 
 pub(super) use hang_watch::{HangWatch, Threads};
-pub(super) use spawn_context::{PrepareError, SpawnContext};
+pub(super) use spawn_context::SpawnContext;
 
 use pace::Pace;
 
@@ -32,6 +32,7 @@ use nix::fcntl::OFlag;
 use nix::sys::signal::{Signal, kill, killpg};
 use nix::unistd::{Pid, pipe2};
 
+use super::machine::ExitReason;
 use crate::output::logs::WorkerFiles;
 use crate::output::reader::{Duplicate, OutputReader, TailReader, WorkerStream, tail};
 use crate::output::repeated_errors::RepeatedErrors;
@@ -155,12 +156,15 @@ impl WorkerGroup {
         assignment: &Assignment,
         context: &SpawnContext,
         reader: &OutputReader,
-    ) -> Result<Prepared, PrepareError> {
+    ) -> Result<Prepared, ExitReason> {
         let plan = &*context.plan;
         let mut worker_group = Self::empty(context.group.as_deref(), plan.signals.scope);
         worker_group.port_changes = !context.agent_store && plan.master_port.is_none();
         let attempt = context.attempt(generation, assignment);
-        let duplicates = context.duplicates(attempt)?;
+        let duplicates = [
+            context.duplicate(Stream::Stdout, attempt)?,
+            context.duplicate(Stream::Stderr, attempt)?,
+        ];
         let repeated = plan.command.native.then(RepeatedErrors::default);
         let (mut specs, mut contracts) = (Vec::new(), Vec::new());
         for mut contract in context.contracts(generation, assignment) {
@@ -168,10 +172,10 @@ impl WorkerGroup {
             let files = WorkerFiles::create(plan.log_dir.as_deref(), &context.scratch_dir, attempt, rank)?;
             contract.error_file = Some(files.error_file().to_string_lossy().into_owned());
             let (stdout_log, stderr_log) = files.open_logs()?.unzip();
-            let prefix = context.prefix(&contract);
+            let prefix = plan.output.prefix.of(&contract, &context.hostname);
             let open = |stream, log, duplicate: &Option<Duplicate>| {
                 let shown = plan.output.shows(rank, local_rank, stream);
-                let (pipe, pipe_end) = pipe2(OFlag::O_CLOEXEC).map_err(io::Error::from)?;
+                let (pipe, pipe_end) = pipe2(OFlag::O_CLOEXEC).map_err(|error| no_pipes(error.into()))?;
                 let (tail, tail_reader) = tail();
                 let worker_stream = WorkerStream {
                     rank,
@@ -188,9 +192,9 @@ impl WorkerGroup {
                 };
                 if !reader.add(worker_stream) {
                     let silent = "the thread that reads them does not respond";
-                    return Err(PrepareError::Pipe(io::Error::other(silent)));
+                    return Err(no_pipes(io::Error::other(silent)));
                 }
-                Ok((pipe_end, tail_reader))
+                Ok::<_, ExitReason>((pipe_end, tail_reader))
             };
             let (output, [stdout, stderr]) = if plan.output.hands_over(rank, local_rank) {
                 (None, [tail().1, tail().1])
@@ -593,6 +597,12 @@ impl WorkerGroup {
         };
         self.workers.iter().filter_map(end).collect()
     }
+}
+
+pub(super) fn no_pipes(error: io::Error) -> ExitReason {
+    ExitReason::internal(format!(
+        "cannot create pipes for the workers: {error}\n  hint: check `ulimit -n`"
+    ))
 }
 
 impl Worker {

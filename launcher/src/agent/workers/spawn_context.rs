@@ -1,62 +1,19 @@
 //! What the workers of a generation are started from: the daemon's assignment, and where this node is.
 
 use std::ffi::OsString;
-use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
 
 use ddp_proto::env::WorkerEnv;
-use ddp_proto::exit;
 use ddp_proto::ids::{Generation, GlobalRank, LocalRank, NodeRank, WorldSize};
 use ddp_proto::rendezvous::Assignment;
 use nix::sched::CpuSet;
 
 use crate::output::logs::{LogError, claim_attempt, open_filtered};
-use crate::output::plan::LineSource;
 use crate::output::reader::Duplicate;
 use crate::output::streams::Stream;
 use crate::plan::{BoundPlan, CoreSet};
-use crate::spawn::environment::{self, Common, threads_per_worker};
-use crate::spawn::master_port::hint_for;
-
-/// Role of a node whose agent is too old to tell one.
-const DEFAULT_ROLE: &str = "default";
-
-/// Why the workers of a generation cannot be started.
-#[derive(Debug, thiserror::Error)]
-pub(in crate::agent) enum PrepareError {
-    #[error(transparent)]
-    Log(#[from] LogError),
-    #[error("cannot create pipes for the workers: {0}\n  hint: check `ulimit -n`")]
-    Pipe(#[from] io::Error),
-    #[error("cannot host PyTorch's store at MASTER_PORT {port}: {cause}{}", hint_for(cause, *given))]
-    Store {
-        port: u32,
-        /// `--master-port`
-        given: Option<u16>,
-        cause: io::Error,
-    },
-    #[error("invalid assignment from the rendezvous daemon: {0}")]
-    Assignment(String),
-    #[error(
-        "the launcher panicked (see the panic message above) and did not create the files of the workers"
-    )]
-    Panicked,
-}
-
-impl PrepareError {
-    /// Of the launcher that ends for it.
-    pub(in crate::agent) fn exit_code(&self) -> u8 {
-        match self {
-            Self::Log(_) => exit::USAGE,
-            // The same code as for the port of the rendezvous.
-            Self::Store { cause, .. } if matches!(cause.kind(), io::ErrorKind::AddrInUse) => {
-                exit::DAEMON_UNREACHABLE
-            }
-            Self::Pipe(_) | Self::Store { .. } | Self::Assignment(_) | Self::Panicked => exit::INTERNAL,
-        }
-    }
-}
+use crate::spawn::environment::{self, Common};
 
 /// What is needed to prepare workers, beyond the assignment.
 pub(in crate::agent) struct SpawnContext {
@@ -80,11 +37,6 @@ impl SpawnContext {
     /// The place of each of this node's workers, in an assignment that the machine has accepted.
     pub(super) fn contracts(&self, generation: Generation, assignment: &Assignment) -> Vec<WorkerEnv> {
         let node = assignment.own.clone().unwrap_or_default();
-        let role = if node.role.is_empty() {
-            DEFAULT_ROLE
-        } else {
-            &node.role
-        };
         let master_addr = self.plan.master_addr.as_ref().unwrap_or(&assignment.master_addr);
         let contract = |local_rank: u32| WorkerEnv {
             rank: GlobalRank(node.first_rank + local_rank),
@@ -93,7 +45,7 @@ impl SpawnContext {
             world_size: WorldSize(assignment.world_size),
             local_world_size: node.workers,
             node_count: assignment.node_count,
-            role: role.into(),
+            role: node.role.clone(),
             role_rank: assignment.role_first_rank.saturating_add(local_rank),
             role_world_size: assignment.role_world_size,
             master_addr: master_addr.clone(),
@@ -113,37 +65,21 @@ impl SpawnContext {
 
     /// The whole environment of one worker.
     pub(super) fn environment_of(&self, contract: &WorkerEnv) -> Vec<(OsString, OsString)> {
-        let plan = &*self.plan;
-        let common = Common {
-            inherited: &self.inherited,
-            extra: &plan.command.env,
-            marker: &self.marker,
-            threads: threads_per_worker(plan.workers),
-            progress_bar: plan.progress_bar,
-            virtual_local_rank: plan.virtual_local_rank,
+        environment::of_worker(&Common::new(&self.plan, &self.inherited, &self.marker), contract)
+    }
+
+    /// Where filtered lines of a stream go, if there are filters and a place for log files.
+    pub(super) fn duplicate(&self, stream: Stream, attempt: u32) -> Result<Option<Duplicate>, LogError> {
+        let output = &self.plan.output;
+        let (words, name) = match stream {
+            Stream::Stdout => (&output.stdout_filters, "filtered_stdout.log"),
+            Stream::Stderr => (&output.stderr_filters, "filtered_stderr.log"),
         };
-        environment::of_worker(&common, contract)
-    }
-
-    /// Where filtered lines go, of stdout and of stderr, if there are filters and a place for log files.
-    pub(super) fn duplicates(&self, attempt: u32) -> Result<[Option<Duplicate>; 2], LogError> {
-        Ok([
-            self.duplicate(Stream::Stdout, attempt)?,
-            self.duplicate(Stream::Stderr, attempt)?,
-        ])
-    }
-
-    fn duplicate(&self, stream: Stream, attempt: u32) -> Result<Option<Duplicate>, LogError> {
-        let words = self.plan.output.filters(stream);
         let (Some(log_dir), false) = (&self.plan.log_dir, words.is_empty()) else {
             return Ok(None);
         };
-        let name = match stream {
-            Stream::Stdout => "filtered_stdout.log",
-            Stream::Stderr => "filtered_stderr.log",
-        };
         Ok(Some(Duplicate {
-            words: words.to_vec(),
+            words: words.clone(),
             file: Arc::new(open_filtered(log_dir, attempt, name)?),
         }))
     }
@@ -156,16 +92,6 @@ impl SpawnContext {
             .log_dir
             .as_deref()
             .map_or(attempt, |log_dir| claim_attempt(log_dir, attempt, &run))
-    }
-
-    /// What precedes the lines of one worker.
-    pub(super) fn prefix(&self, contract: &WorkerEnv) -> String {
-        self.plan.output.prefix.of(&LineSource {
-            rank: contract.rank,
-            local_rank: contract.local_rank,
-            role: &contract.role,
-            hostname: &self.hostname,
-        })
     }
 
     /// The cores of one worker as the system takes them.

@@ -1,11 +1,12 @@
 //! What a checkpoint holds, as a table.
 
 use std::collections::BTreeSet;
-use std::fmt::Write as _;
 
 use ddp_proto::words::counted;
 use ddp_worker::checkpoint::{Reader, TensorKind, TensorRecord};
 use serde_json::Value;
+
+use crate::cli::answer;
 
 /// Keys of the configuration that are shown, by section.
 const SHOWN: [(&str, &[&str]); 4] = [
@@ -50,7 +51,7 @@ pub(super) fn table(reader: &Reader) -> String {
     }
     rows.push(("seed".into(), state.rng.seed.to_string()));
     rows.push(("training text".into(), state.data.clone()));
-    let mut text = aligned(&rows.into_iter().map(|(k, v)| vec![k, v]).collect::<Vec<_>>());
+    let mut text = aligned(rows.into_iter().map(|(k, v)| vec![k, v]).collect());
     text.push('\n');
     let head = ["tensor", "type", "shape", "regions", "ranges", "bytes"]
         .map(str::to_owned)
@@ -66,7 +67,7 @@ pub(super) fn table(reader: &Reader) -> String {
         ]
     });
     let lines: Vec<Vec<String>> = std::iter::once(head).chain(tensors).collect();
-    text + &aligned(&lines) + LEGEND
+    text + &aligned(lines) + LEGEND
 }
 
 /// That nothing is wrong with a checkpoint, and how much was read to know it.
@@ -112,21 +113,11 @@ fn settings(section: &Value, keys: &[&str]) -> String {
 }
 
 /// Columns as wide as their widest cell, two blanks between them, and none at the end of a line.
-fn aligned(rows: &[Vec<String>]) -> String {
-    let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
-    let width = |column: usize| {
-        let cells = rows.iter().filter_map(|row| row.get(column));
-        cells.map(|cell| cell.chars().count()).max().unwrap_or(0)
-    };
-    let widths: Vec<usize> = (0..columns).map(width).collect();
-    let mut text = String::new();
-    for row in rows {
-        let mut line = String::new();
-        for (cell, width) in row.iter().zip(&widths) {
-            let _ = write!(line, "{cell:width$}  ");
-        }
-        text.push_str(line.trim_end());
-        text.push('\n');
-    }
-    text
+fn aligned(rows: Vec<Vec<String>>) -> String {
+    let table = answer::table(rows, |_| false);
+    // Without the padding of the first column.
+    table
+        .lines()
+        .map(|line| format!("{}\n", line.trim_start()))
+        .collect()
 }

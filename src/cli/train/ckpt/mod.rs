@@ -14,13 +14,12 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{Args, Subcommand};
-use ddp_proto::exit;
+use ddp_proto::{exit, printable};
 use ddp_worker::checkpoint::{CheckpointError, Disk, Reader, export, ignore_file_size_signal};
 
 use crate::cli::answer::{self, print_error};
+use crate::cli::native::FAILED;
 
-/// Exit code where a checkpoint is damaged, or could not be rewritten.
-const FAILED: u8 = 1;
 /// Damages that are named one by one.
 const MAX_NAMED: usize = 20;
 
@@ -28,15 +27,9 @@ const MAX_NAMED: usize = 20;
 #[derive(Debug, Subcommand)]
 pub(super) enum Command {
     /// Show what a checkpoint holds: step, model, tensors with their types, shapes, regions and ranges
-    Inspect {
-        #[command(flatten)]
-        which: Which,
-    },
+    Inspect(Which),
     /// Check a whole checkpoint: sizes, hashes, and that regions and ranges cover every tensor; exits with 1 if damaged
-    Verify {
-        #[command(flatten)]
-        which: Which,
-    },
+    Verify(Which),
     /// Write the parameters as one `model.safetensors` with a `config.json`, for other tools and `model.init_from`
     Export {
         #[command(flatten)]
@@ -46,10 +39,7 @@ pub(super) enum Command {
         to: PathBuf,
     },
     /// Verify the newest complete checkpoint, or that of `--step`, and make the run resume from it
-    Rewind {
-        #[command(flatten)]
-        which: Which,
-    },
+    Rewind(Which),
 }
 
 /// Which checkpoint.
@@ -74,7 +64,8 @@ impl Which {
 pub(super) fn run(command: &Command) -> ExitCode {
     ignore_file_size_signal();
     match execute(command) {
-        Ok(text) => answer::give(text),
+        // The manifest may come from anywhere.
+        Ok(text) => answer::give(printable::text(&text).as_bytes()),
         Err(mut problems) => {
             // One hint is enough.
             let hints = problems.iter_mut().filter_map(|problem| match problem {
@@ -96,8 +87,8 @@ pub(super) fn run(command: &Command) -> ExitCode {
 fn execute(command: &Command) -> Result<String, Vec<CheckpointError>> {
     let open = |which: &Which| -> Result<Reader, Vec<CheckpointError>> { which.open().map_err(|e| vec![e]) };
     match command {
-        Command::Inspect { which } => Ok(inspect::table(&open(which)?)),
-        Command::Verify { which } => {
+        Command::Inspect(which) => Ok(inspect::table(&open(which)?)),
+        Command::Verify(which) => {
             let reader = open(which).and_then(find::verified)?;
             Ok(inspect::sound(&reader))
         }
@@ -110,7 +101,7 @@ fn execute(command: &Command) -> Result<String, Vec<CheckpointError>> {
                 to.display()
             ))
         }
-        Command::Rewind { which } => rewind::rewind(&which.path, which.step),
+        Command::Rewind(which) => rewind::rewind(&which.path, which.step),
     }
 }
 

@@ -1,10 +1,12 @@
 //! GPUs as the CUDA driver describes them, and versions of libraries, asked in a process of its own.
 
 use std::path::PathBuf;
+use std::process::ExitCode;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use crate::cli::answer::give;
 use crate::cli::machine::hardware;
 use crate::cli::native::cuda::{GpuFacts, Reach, Survey};
 use crate::cli::native::libraries::{Library, LibraryKind, Version};
@@ -67,12 +69,8 @@ impl Described {
 }
 
 /// The child's main: prints the answer as one line of JSON.
-pub fn describe_main() -> std::process::ExitCode {
-    match serde_json::to_string(&describe()) {
-        Ok(line) => println!("{line}"),
-        Err(_) => return std::process::ExitCode::FAILURE,
-    }
-    std::process::ExitCode::SUCCESS
+pub fn describe_main() -> ExitCode {
+    serde_json::to_string(&describe()).map_or(ExitCode::FAILURE, |line| give(line + "\n"))
 }
 
 fn describe() -> Described {
@@ -93,7 +91,7 @@ fn describe() -> Described {
 
 /// Asks, with a deadline; None if no library was found.
 pub fn ask() -> Option<Described> {
-    let answer = match hardware::ask_in_child(GPU_DESCRIBE_SUBCOMMAND, DESCRIBE_TIMEOUT) {
+    let answer = match hardware::ask_in_child(GPU_DESCRIBE_SUBCOMMAND, None, DESCRIBE_TIMEOUT) {
         Ok(line) => serde_json::from_str::<Described>(line.trim())
             .map_err(|_| "the driver crashed the process that queried it".to_owned()),
         Err(error) => Err(error.to_string()),

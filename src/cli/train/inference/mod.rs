@@ -20,12 +20,10 @@ use ddp_worker::inference::{
 
 use super::ckpt;
 use crate::cli::answer::print_error;
+use crate::cli::native::FAILED;
 use crate::cli::values::one_or_more;
 pub(super) use evaluate::{EvalArgs, run as evaluate};
 pub(super) use generate::{GenerateArgs, run as generate};
-
-/// Exit code if the machine failed, and not the request.
-const FAILED: u8 = 1;
 
 /// Which model to use, and on which device.
 #[derive(Debug, Args)]

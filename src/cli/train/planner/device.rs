@@ -2,7 +2,7 @@
 
 use ddp_proto::words::bytes;
 
-use super::PlanArgs;
+use super::quantity;
 use crate::cli::error::CliError;
 use crate::cli::native::cuda::GpuFacts;
 use crate::cli::native::plan::Accelerator;
@@ -11,6 +11,33 @@ use crate::cli::train::doctor::gpus;
 
 /// What driver and libraries use of a GPU's memory, if no flag says it.
 const RESERVE_OF_A_GPU: u64 = 2_000_000_000;
+
+/// The device as flags describe it.
+#[derive(Debug, clap::Args)]
+pub(super) struct DeviceArgs {
+    /// Use the data sheet of this GPU: a100-40gb, a100, h100, h200 or b200 [default: the first GPU
+    /// of this machine]
+    #[arg(long, value_name = "NAME", value_parser = named)]
+    gpu: Option<Accelerator>,
+    /// Memory of a device, for example `80GB`; with `parallel.backend: cpu`, the host memory that
+    /// one rank may use
+    #[arg(long, value_name = "SIZE", value_parser = quantity::size)]
+    memory: Option<u64>,
+    /// Part of this memory that driver and libraries use [default: 2GB for GPUs, 0 with
+    /// `parallel.backend: cpu`]
+    #[arg(long, value_name = "SIZE", value_parser = quantity::size_or_zero)]
+    reserve: Option<u64>,
+    /// Peak floating-point operations per second of a device in `train.precision`, for example
+    /// `989T`
+    #[arg(long, value_name = "RATE", value_parser = quantity::operations_a_second)]
+    flops: Option<f64>,
+    /// Share of this peak that training reaches (MFU); with 1, times are lower bounds
+    #[arg(long, value_name = "SHARE", default_value_t = 1.0, value_parser = quantity::share)]
+    pub(super) mfu: f64,
+    /// Bandwidth from a rank to the other ranks of its node, for example `450GB/s`
+    #[arg(long, value_name = "RATE", value_parser = quantity::bytes_a_second)]
+    link: Option<f64>,
+}
 
 /// What is known of a device: flags first, then the data sheet of the one that is named or found.
 #[derive(Debug, Default)]
@@ -33,7 +60,7 @@ pub(super) struct Planned {
 
 impl Planned {
     /// As flags and configuration say; this machine's driver is asked where they name no device.
-    pub(super) fn of(args: &PlanArgs, config: &TrainConfig) -> Self {
+    pub(super) fn of(args: &DeviceArgs, config: &TrainConfig) -> Self {
         let is_gpu = config.parallel.backend != Backend::Cpu;
         let is_described = args.memory.is_some() || args.flops.is_some();
         let found = match (is_gpu, args.gpu, is_described) {
@@ -92,7 +119,7 @@ fn source(named: Option<Accelerator>, found: Option<&GpuFacts>, is_described: bo
 }
 
 /// A flag's value.
-pub(super) fn named(name: &str) -> Result<Accelerator, String> {
+fn named(name: &str) -> Result<Accelerator, String> {
     Accelerator::named(name).ok_or_else(|| {
         let names = Accelerator::ALL.map(|accelerator| accelerator.name).join(", ");
         format!("known are {names}; describe another by `--memory`, `--flops` and `--link`")

@@ -60,19 +60,20 @@ fn recommendation(first: &FoundLayout, next: Option<&FoundLayout>) -> String {
         strategy(taken),
         and_schedule(taken),
         ahead.unwrap_or_default(),
-        flags(first)
+        report::flags(&first.settings)
     )
 }
 
 /// The flags that select the other layouts of the table, a line each.
 fn alternatives(others: &[FoundLayout]) -> String {
-    let line = |found: &FoundLayout| format!("For `{}`:\n {}\n", found.candidate.layout(), flags(found));
+    let line = |found: &FoundLayout| {
+        format!(
+            "For `{}`:\n {}\n",
+            found.candidate.layout(),
+            report::flags(&found.settings)
+        )
+    };
     others.iter().map(line).collect()
-}
-
-fn flags(found: &FoundLayout) -> String {
-    let flags = found.settings.iter().map(|setting| format!(" --set {setting}"));
-    flags.collect()
 }
 
 /// `zero3`, or `zero3 over 8` if it shards over 8 of the data-parallel ranks.

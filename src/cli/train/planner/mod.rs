@@ -20,11 +20,11 @@ use clap::Args;
 
 use crate::cli::answer;
 use crate::cli::error::CliError;
-use crate::cli::launch::settings::Settings;
 use crate::cli::native::plan::Cluster;
 use crate::cli::native::{Draft, Machines};
+use crate::cli::settings::Settings;
 use crate::cli::values::{self, ProcCount};
-use device::Planned;
+use device::{DeviceArgs, Planned};
 
 /// Most nodes, and most ranks per node: a larger number is a typing error.
 const MAX_COUNT: i64 = 1 << 14;
@@ -50,28 +50,8 @@ pub(super) struct PlanArgs {
     /// Ranks per node, one per GPU [default: `launch.nproc_per_node` if it is a number, else 8]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=MAX_COUNT))]
     nproc_per_node: Option<u32>,
-    /// Use the data sheet of this GPU: a100-40gb, a100, h100, h200 or b200 [default: the first GPU
-    /// of this machine]
-    #[arg(long, value_name = "NAME", value_parser = device::named)]
-    gpu: Option<crate::cli::native::plan::Accelerator>,
-    /// Memory of a device, for example `80GB`; with `parallel.backend: cpu`, the host memory that
-    /// one rank may use
-    #[arg(long, value_name = "SIZE", value_parser = quantity::size)]
-    memory: Option<u64>,
-    /// Part of this memory that driver and libraries use [default: 2GB for GPUs, 0 with
-    /// `parallel.backend: cpu`]
-    #[arg(long, value_name = "SIZE", value_parser = quantity::size_or_zero)]
-    reserve: Option<u64>,
-    /// Peak floating-point operations per second of a device in `train.precision`, for example
-    /// `989T`
-    #[arg(long, value_name = "RATE", value_parser = quantity::operations_a_second)]
-    flops: Option<f64>,
-    /// Share of this peak that training reaches (MFU); with 1, times are lower bounds
-    #[arg(long, value_name = "SHARE", default_value_t = 1.0, value_parser = quantity::share)]
-    mfu: f64,
-    /// Bandwidth from a rank to the other ranks of its node, for example `450GB/s`
-    #[arg(long, value_name = "RATE", value_parser = quantity::bytes_a_second)]
-    link: Option<f64>,
+    #[command(flatten)]
+    device: DeviceArgs,
     /// Bandwidth from a node to the other nodes, all network adapters together, for example
     /// `3200Gb/s`
     #[arg(long, value_name = "RATE", value_parser = quantity::bytes_a_second)]
@@ -97,10 +77,8 @@ struct Size {
 /// Nodes, and ranks per node: from the flags, else from the `launch` section. A `nproc_per_node`
 /// such as `gpu` is ignored, because it counts the devices of this machine.
 fn size(args: &PlanArgs) -> Result<Size, CliError> {
-    let text = std::fs::read_to_string(&args.config).map_err(|source| CliError::Machine {
-        what: "cannot read the configuration",
-        source,
-    })?;
+    let text =
+        std::fs::read_to_string(&args.config).map_err(CliError::machine("cannot read the configuration"))?;
     let launch = Settings::from_yaml(&args.config, &text)?;
     let of_launch = match launch.nproc_per_node {
         Some(ProcCount::Fixed(ranks)) => Some(ranks),
@@ -138,7 +116,7 @@ fn size(args: &PlanArgs) -> Result<Size, CliError> {
 fn plan(args: &PlanArgs) -> Result<String, CliError> {
     let draft = Draft::read(&args.config, &args.overrides)?;
     let size = size(args)?;
-    let device = Planned::of(args, draft.config());
+    let device = Planned::of(&args.device, draft.config());
     let machines = Machines {
         cluster: Cluster {
             nodes: size.nodes.into(),
@@ -147,7 +125,7 @@ fn plan(args: &PlanArgs) -> Result<String, CliError> {
             network: args.network,
         },
         memory: device.for_training()?,
-        flops: device.flops.map(|flops| flops * args.mfu),
+        flops: device.flops.map(|flops| flops * args.device.mfu),
         has_own_memory: device.has_own_memory,
     };
     let comparison = draft.comparison(&machines)?;
@@ -158,14 +136,14 @@ fn plan(args: &PlanArgs) -> Result<String, CliError> {
         &machines,
         &report::Context {
             device: &device,
-            mfu: args.mfu,
+            mfu: args.device.mfu,
             has_default_ranks: size.is_default,
             is_best: best.is_none_or(|best| best.candidate.batch.ranks == machines.cluster.ranks()),
         },
     );
     if let (Some(search), Some(memory)) = (&search, machines.memory) {
         text.push('\n');
-        text.push_str(&layouts::text(search, memory, report::bounds(args.mfu)));
+        text.push_str(&layouts::text(search, memory, report::bounds(args.device.mfu)));
     }
     Ok(text)
 }

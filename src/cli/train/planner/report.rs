@@ -2,10 +2,10 @@
 
 use std::fmt::Write as _;
 
-use comfy_table::{CellAlignment, Table, presets};
 use ddp_proto::words::{bytes, counted, grouped};
 
 use super::device::Planned;
+use crate::cli::answer;
 use crate::cli::native::plan::{Cluster, GlobalBatch};
 use crate::cli::native::{Advice, Axis, Candidate, Comparison, Machines, Strategy};
 
@@ -29,7 +29,7 @@ pub(super) struct Context<'a> {
     pub(super) device: &'a Planned,
     /// Share of its rate that training reaches.
     pub(super) mfu: f64,
-    /// Nobody has said how many ranks a node has.
+    /// Ranks per node are not given.
     pub(super) has_default_ranks: bool,
     /// The layout search found nothing better than data parallelism alone.
     pub(super) is_best: bool,
@@ -266,19 +266,21 @@ fn advice(comparison: &Comparison, machines: &Machines, is_best: bool) -> String
             "{none} fits into {}, not even with recomputation and an offloaded optimizer: use a smaller `train.micro_batch` or more nodes.\n",
             bytes(memory)
         ),
-        Advice::Change(Some(adjustment)) => {
-            let flags = adjustment
-                .settings
-                .iter()
-                .map(|setting| format!(" --set {setting}"));
-            format!(
-                "{none} fits into {}. `zero3` would need {}:\n {}\n",
-                bytes(memory),
-                bytes(adjustment.held),
-                flags.collect::<String>()
-            )
-        }
+        Advice::Change(Some(adjustment)) => format!(
+            "{none} fits into {}. `zero3` would need {}:\n {}\n",
+            bytes(memory),
+            bytes(adjustment.held),
+            flags(&adjustment.settings)
+        ),
     }
+}
+
+/// ` --set KEY=VALUE` for each of the settings.
+pub(super) fn flags(settings: &[String]) -> String {
+    settings
+        .iter()
+        .map(|setting| format!(" --set {setting}"))
+        .collect()
 }
 
 /// Removes rows without information.
@@ -289,15 +291,7 @@ pub(super) fn without_nothing(mut rows: Vec<Vec<String>>) -> Vec<Vec<String>> {
 
 /// A table with the numbers aligned right.
 pub(super) fn columns(rows: Vec<Vec<String>>) -> String {
-    let mut table = Table::new();
-    table.load_style(presets::NOTHING);
-    for row in rows {
-        table.add_row(row);
-    }
-    for column in table.column_iter_mut().skip(1) {
-        column.set_cell_alignment(CellAlignment::Right);
-    }
-    table.trim_fmt() + "\n"
+    answer::table(rows, |column| column > 0)
 }
 
 /// `12.3 ms`, `12.3 s`

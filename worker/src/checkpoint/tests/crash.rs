@@ -1,10 +1,11 @@
 //! Saves and deletions that are stopped after each of their steps, by a loss of power or by an error.
 
-use super::super::{Keep, delete_unfinished, retain};
+use super::super::{delete_unfinished, retain};
 use super::journal::{Journal, make};
 use super::*;
+use crate::config::CheckpointKeep;
 
-const KEEP: Keep = Keep { last: 1, every: None };
+const KEEP: CheckpointKeep = CheckpointKeep { last: 1, every: None };
 
 /// A state of the run. In another life the same step has other numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -70,8 +71,7 @@ fn go_on(base: &Path, what: &str) {
     let again = saved(20, 4);
     again.save(disk.clone(), &out_dir).unwrap();
     assert_eq!(latest(base), kept.or(Some(again)), "{what}");
-    let whole = ["manifest.json", "part-0.safetensors", "part-1.safetensors"];
-    assert_eq!(names(&out_dir.join("checkpoints/step_00000020")), whole, "{what}");
+    assert_eq!(names(&out_dir.join("checkpoints/step_00000020")), PARTS, "{what}");
     saved(30, 4).save(disk.clone(), &out_dir).unwrap();
     retain(disk.as_ref(), &out_dir, KEEP, &[]).unwrap();
     assert_eq!(latest(base), Some(saved(30, 4)), "{what}");

@@ -140,6 +140,13 @@ fn names(path: &Path) -> Vec<String> {
     names
 }
 
+/// The checkpoints of a run, and `latest`.
+fn listed(run: &TempDir) -> Vec<String> {
+    names(&run.path().join("checkpoints"))
+}
+
+const PARTS: [&str; 3] = ["manifest.json", "part-0.safetensors", "part-1.safetensors"];
+
 fn saved(step: u64) -> (TempDir, PathBuf) {
     let folder = tempfile::tempdir().unwrap();
     save(folder.path(), step);
@@ -181,14 +188,8 @@ fn written_as_two_pieces_read_as_one_and_the_other_way_round() {
     ]
     .concat();
     assert_eq!(halves, w);
-    assert_eq!(
-        names(&path),
-        ["manifest.json", "part-0.safetensors", "part-1.safetensors"]
-    );
-    assert_eq!(
-        names(&folder.path().join("checkpoints")),
-        ["latest", "step_00000020"]
-    );
+    assert_eq!(names(&path), PARTS);
+    assert_eq!(listed(&folder), ["latest", "step_00000020"]);
 }
 
 /// As many files as ranks wrote are more than a process may have open.
@@ -351,10 +352,7 @@ fn pieces_that_do_not_make_up_a_tensor_are_refused_and_nothing_is_left() {
             writer.write(stem, pieces).unwrap();
         }
         let error = writer.commit(&state(20), &stems).unwrap_err();
-        assert_eq!(
-            names(&folder.path().join("checkpoints")),
-            ["latest", "step_00000010"]
-        );
+        assert_eq!(listed(&folder), ["latest", "step_00000010"]);
         assert_eq!(check_latest(folder.path()), 10);
         message(&error, folder.path())
     };
@@ -399,29 +397,17 @@ fn pieces_that_contradict_themselves_are_refused() {
         extent(parameter("a[0..3]"), SHAPE, 0..12),
     ];
     for extent in wrong {
-        assert!(
-            matches!(
-                writer.write("a", &[(extent.clone(), bytes)]),
-                Err(CheckpointError::Misuse(_))
-            ),
-            "{extent:?}"
-        );
+        let written = writer.write("a", &[(extent.clone(), bytes)]);
+        assert!(matches!(written, Err(CheckpointError::Misuse(_))), "{extent:?}");
     }
-    assert!(matches!(
-        writer.write("a", &[(good.clone(), bytes), (good.clone(), bytes)]),
-        Err(CheckpointError::Misuse(_))
-    ));
+    let twice = writer.write("a", &[(good.clone(), bytes), (good.clone(), bytes)]);
+    assert!(matches!(twice, Err(CheckpointError::Misuse(_))));
     for stem in ["", "../a", "a.b", "a/b"] {
-        assert!(
-            matches!(
-                writer.write(stem, &[(good.clone(), bytes)]),
-                Err(CheckpointError::Misuse(_))
-            ),
-            "{stem}"
-        );
+        let written = writer.write(stem, &[(good.clone(), bytes)]);
+        assert!(matches!(written, Err(CheckpointError::Misuse(_))), "{stem}");
     }
     writer.abort().unwrap();
-    assert!(names(&folder.path().join("checkpoints")).is_empty());
+    assert!(listed(&folder).is_empty());
 }
 
 #[test]
@@ -432,7 +418,7 @@ fn saving_the_latest_step_again_keeps_it() {
     assert_eq!(check_latest(folder.path()), 20);
     assert_eq!(
         names(&folder.path().join("checkpoints/step_00000020")),
-        ["manifest.json", "part-0.safetensors", "part-1.safetensors"],
+        PARTS,
         "nothing was written again"
     );
 }
@@ -476,10 +462,7 @@ fn a_rank_of_an_earlier_generation_disturbs_nobody() {
     insta::assert_snapshot!(error, @"the checkpoint of step 10 is older than the latest, of step 20: the job wrote that one after a later restart");
     let reader = Reader::open(folder.path(), Which::Latest).unwrap();
     assert_eq!(read(&reader, "w", 0..12).unwrap(), w);
-    assert_eq!(
-        names(&folder.path().join("checkpoints")),
-        ["latest", "step_00000020"]
-    );
+    assert_eq!(listed(&folder), ["latest", "step_00000020"]);
 }
 
 #[test]
@@ -491,10 +474,7 @@ fn a_file_that_an_earlier_attempt_left_is_not_merged() {
     drop(writer);
     save(folder.path(), 20);
     assert_eq!(check_latest(folder.path()), 20);
-    assert_eq!(
-        names(&folder.path().join("checkpoints/step_00000020")),
-        ["manifest.json", "part-0.safetensors", "part-1.safetensors"]
-    );
+    assert_eq!(names(&folder.path().join("checkpoints/step_00000020")), PARTS);
 }
 
 #[test]
@@ -531,8 +511,5 @@ fn a_save_that_failed_deletes_what_it_wrote() {
         message(&error, folder.path()).contains("part-1.index.json"),
         "{error}"
     );
-    assert_eq!(
-        names(&folder.path().join("checkpoints")),
-        ["latest", "step_00000010"]
-    );
+    assert_eq!(listed(&folder), ["latest", "step_00000010"]);
 }

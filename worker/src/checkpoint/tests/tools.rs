@@ -4,9 +4,9 @@ use std::ops::Range;
 
 use safetensors::SafeTensors;
 
-use super::super::{Disk, Keep, export, retain};
+use super::super::{Disk, export, retain};
 use super::*;
-use crate::config::{self, ModelKind};
+use crate::config::{self, CheckpointKeep, ModelKind};
 use crate::model;
 use crate::optim;
 
@@ -238,33 +238,12 @@ fn a_llama_with_a_tied_head_is_exported_without_one() {
     };
     let exported = ExportedModel::new(&tied);
     exported.expect(&tied, &of_a_llama(8, None));
-    insta::assert_snapshot!(exported.config, @r#"
-    {
-      "architectures": [
-        "LlamaForCausalLM"
-      ],
-      "attention_bias": false,
-      "attention_dropout": 0.0,
-      "bos_token_id": null,
-      "eos_token_id": null,
-      "head_dim": 2,
-      "hidden_act": "silu",
-      "hidden_size": 8,
-      "intermediate_size": 12,
-      "max_position_embeddings": 16,
-      "mlp_bias": false,
-      "model_type": "llama",
-      "num_attention_heads": 4,
-      "num_hidden_layers": 1,
-      "num_key_value_heads": 4,
-      "rms_norm_eps": 1e-6,
-      "rope_scaling": null,
-      "rope_theta": 500000.0,
-      "tie_word_embeddings": true,
-      "torch_dtype": "float32",
-      "vocab_size": 300
-    }
-    "#);
+    let config: serde_json::Value = serde_json::from_str(&exported.config).unwrap();
+    assert_eq!(config["tie_word_embeddings"], true);
+    assert_eq!(
+        (&config["num_key_value_heads"], &config["rope_scaling"]),
+        (&4.into(), &serde_json::Value::Null)
+    );
 }
 
 /// Transformers takes a GPT-2's file without `transformer.` for one without a head.
@@ -360,7 +339,7 @@ fn what_is_not_kept_goes_and_what_is_not_ours_stays() {
         root.join("step_00000007/manifest.json"),
     )
     .unwrap();
-    let keep = Keep {
+    let keep = CheckpointKeep {
         last: 2,
         every: Some(20),
     };
@@ -380,7 +359,7 @@ fn what_is_not_kept_goes_and_what_is_not_ours_stays() {
         ]
     );
     assert_eq!(
-        retain(&Disk, folder.path(), Keep { last: 1, every: None }, &[]).unwrap(),
+        retain(&Disk, folder.path(), CheckpointKeep { last: 1, every: None }, &[]).unwrap(),
         [10, 20, 40]
     );
     assert_eq!(check_latest(folder.path()), 50);

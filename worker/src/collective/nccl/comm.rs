@@ -9,8 +9,10 @@
 
 use std::collections::VecDeque;
 use std::fmt::{self, Write};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
 
 use super::library::{CommAddress, Handle};
 use crate::collective::error::Failure;
@@ -180,7 +182,7 @@ struct Failed {
 impl Waiting for Comm {
     fn waiting(&self) -> Option<Wanted> {
         // As of the watchdog's last poll. Must not block; a thread that holds the recorder is about to change it.
-        let oldest = self.recorder.try_lock().ok()?.oldest()?;
+        let oldest = self.recorder.try_lock()?.oldest()?;
         Some(Wanted {
             what: format!("{} of `{}`, {},", oldest.name, self.membership.name, oldest.phase),
             waited: oldest.since.elapsed(),
@@ -239,12 +241,12 @@ impl Comm {
 
     /// What [`Comm::split`] made, if this rank has a color.
     pub(super) fn part(&self, address: CommAddress) -> Result<Handle, Failure> {
-        self.lock().as_ref().ok_or_else(left)?.part(address)
+        self.handle.lock().as_ref().ok_or_else(left)?.part(address)
     }
 
     /// A subgroup, which is left before this communicator.
     pub(super) fn add_subgroup(&self, subgroup: &Arc<Self>) {
-        self.subgroups().push(Arc::downgrade(subgroup));
+        self.subgroups.lock().push(Arc::downgrade(subgroup));
     }
 
     pub(super) fn membership(&self) -> &Membership {
@@ -286,7 +288,8 @@ impl Comm {
             started,
             done: self.stream.record(),
         };
-        self.recorder()
+        self.recorder
+            .lock()
             .enqueued(sequence, request, events.clone(), Instant::now());
         Ok(Arc::new(NcclWork {
             comm: self.clone(),
@@ -318,7 +321,7 @@ impl Comm {
         wait: &Wait,
         call: impl FnOnce(&mut Handle) -> Result<T, Failure>,
     ) -> Result<T, Failure> {
-        let mut handle = self.lock();
+        let mut handle = self.handle.lock();
         self.check_alive(sequence)?;
         let handle = handle.as_mut().ok_or_else(left)?;
         let result = call(handle).and_then(|value| {
@@ -352,7 +355,7 @@ impl Comm {
     fn await_room(&self, wait: &Wait) -> Result<(), Failure> {
         loop {
             {
-                let mut recorder = self.recorder();
+                let mut recorder = self.recorder.lock();
                 recorder.update(Instant::now());
                 if recorder.in_flight.len() < IN_FLIGHT_BOUND {
                     return Ok(());
@@ -379,7 +382,7 @@ impl Comm {
 
     /// The first operation that has not ended.
     pub(super) fn oldest(&self) -> Option<Oldest> {
-        self.recorder().oldest()
+        self.recorder.lock().oldest()
     }
 
     /// None if it has failed.
@@ -388,7 +391,7 @@ impl Comm {
             return None;
         }
         let reported = self.reported_error();
-        let mut recorder = self.recorder();
+        let mut recorder = self.recorder.lock();
         recorder.update(now);
         Some(Observation {
             over: self.membership.cancel.cause().map(str::to_owned),
@@ -402,13 +405,13 @@ impl Comm {
 
     /// The error that NCCL reports. None also while another thread calls NCCL, which then gets the error.
     fn reported_error(&self) -> Option<Failure> {
-        self.try_lock()?.as_mut()?.is_settled().err()
+        self.handle.try_lock()?.as_mut()?.is_settled().err()
     }
 
     /// Stores why it is aborted, and logs its last operations. The first reason stays.
     pub(super) fn fail(&self, reason: AbortReason) {
         let failure = reason.failure.clone();
-        let mut recorder = self.recorder();
+        let mut recorder = self.recorder.lock();
         recorder.update(Instant::now());
         let first_open = recorder.first_open;
         if self.failed.set(Failed { reason, first_open }).is_err() {
@@ -434,7 +437,7 @@ impl Comm {
             tracing::warn!("aborting communicator `{name}` anyway: {error}");
         }
         // Taken out of the lock, since an abort may take long.
-        let handle = self.lock().take();
+        let handle = self.handle.lock().take();
         if let Some(handle) = handle
             && let Err(error) = handle.abort()
         {
@@ -444,44 +447,24 @@ impl Comm {
 
     /// True once it was aborted, or is being, or was left.
     pub(super) fn is_gone(&self) -> bool {
-        self.try_lock().is_some_and(|handle| handle.is_none())
+        self.handle.try_lock().is_some_and(|handle| handle.is_none())
     }
 
     /// Waits for what is in the stream and for the other ranks, and frees the communicator: after its subgroups, the last
     /// one first, as on all ranks. Does nothing the second time.
     pub(super) fn leave(&self, wait: &Wait) -> Result<(), Failure> {
-        let subgroups = std::mem::take(&mut *self.subgroups());
+        let subgroups = std::mem::take(&mut *self.subgroups.lock());
         for subgroup in subgroups.iter().rev().filter_map(Weak::upgrade) {
             subgroup.leave(wait)?;
         }
         self.check_alive(None)?;
-        if self.lock().is_none() {
+        if self.handle.lock().is_none() {
             return Ok(());
         }
         self.stream.bind()?;
         self.call(None, wait, Handle::finalize)?;
-        self.recorder().update(Instant::now());
-        self.lock().take().map_or(Ok(()), Handle::destroy)
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Option<Handle>> {
-        self.handle.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn try_lock(&self) -> Option<MutexGuard<'_, Option<Handle>>> {
-        match self.handle.try_lock() {
-            Ok(handle) => Some(handle),
-            Err(TryLockError::Poisoned(handle)) => Some(handle.into_inner()),
-            Err(TryLockError::WouldBlock) => None,
-        }
-    }
-
-    fn subgroups(&self) -> MutexGuard<'_, Vec<Weak<Self>>> {
-        self.subgroups.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn recorder(&self) -> MutexGuard<'_, FlightRecorder> {
-        self.recorder.lock().unwrap_or_else(PoisonError::into_inner)
+        self.recorder.lock().update(Instant::now());
+        self.handle.lock().take().map_or(Ok(()), Handle::destroy)
     }
 }
 
@@ -492,9 +475,9 @@ fn left() -> Failure {
 impl Drop for Comm {
     /// Without [`Comm::leave`], operations may still be in the stream; their memory then stays for ever.
     fn drop(&mut self) {
-        let handle = self.handle.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let handle = self.handle.get_mut();
         if handle.is_some() {
-            let recorder = self.recorder.get_mut().unwrap_or_else(PoisonError::into_inner);
+            let recorder = self.recorder.get_mut();
             recorder.update(Instant::now());
             std::mem::forget(std::mem::take(recorder));
         }

@@ -15,7 +15,14 @@ use std::sync::atomic::{AtomicPtr, Ordering};
 use crate::collective::error::Failure;
 use crate::collective::operation::{Operation, ReduceOp, Request};
 use crate::device::DType;
-use crate::libraries::{Library, LibraryError, LibraryKind, table};
+use crate::libraries::{Library, LibraryError, LibraryKind, Version, table};
+
+/// The oldest version that is accepted.
+const LEAST: Version = Version {
+    major: 2,
+    minor: 18,
+    patch: 0,
+};
 
 /// NCCL, loaded. Clones are the same.
 #[derive(Clone)]
@@ -38,13 +45,9 @@ impl Nccl {
     pub fn load() -> Result<Self, LibraryError> {
         let library = Library::open(LibraryKind::Nccl)?;
         let functions = Functions::load(&library)?;
-        let mut code = 0;
-        // SAFETY: writes a number to this address.
-        let status = unsafe { (functions.get_version)(&raw mut code) };
-        let version = Version(code);
-        if status != Status::SUCCESS || version < Version::LEAST {
-            let least = Version::LEAST;
-            return Err(library.unusable(format!("is NCCL {version}, but at least {least} is required")));
+        let version = library.version()?;
+        if version < LEAST {
+            return Err(library.unusable(format!("is NCCL {version}, but at least {LEAST} is required")));
         }
         let path = library.path().to_owned();
         Ok(Self(Arc::new(LoadedNccl {
@@ -378,7 +381,7 @@ impl Config {
         Self {
             size: size_of::<Self>(),
             magic: Self::MAGIC,
-            version: Version::LEAST.0 as c_uint,
+            version: LEAST.major * 10_000 + LEAST.minor * 100,
             blocking: 0,
             cga_cluster_size: Self::UNDEFINED,
             min_ctas: Self::UNDEFINED,
@@ -389,32 +392,9 @@ impl Config {
     }
 }
 
-/// `NCCL_VERSION_CODE`
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Version(pub(super) c_int);
-
-impl Version {
-    /// The least that is accepted.
-    pub const LEAST: Self = Self(21_800);
-
-    /// True from this version on.
-    pub const fn is_at_least(self, major: u32, minor: u32) -> bool {
-        self.0 as u32 >= major * 10_000 + minor * 100
-    }
-}
-
-impl fmt::Display for Version {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // 2.9 and later.
-        write!(f, "{}.{}.{}", self.0 / 10_000, self.0 / 100 % 100, self.0 % 100)
-    }
-}
-
 table! {
     /// What is called.
     pub(super) struct Functions {
-        /// Version of the library.
-        get_version: fn(*mut c_int) -> Status = "ncclGetVersion";
         /// A new meeting point.
         get_unique_id: fn(*mut UniqueId) -> Status = "ncclGetUniqueId";
         /// Makes a communicator together with the other ranks.
@@ -474,7 +454,7 @@ mod tests {
     fn its_version_is_new_enough_and_all_functions_are_there() {
         if let Some(nccl) = nccl() {
             eprintln!("{nccl:?}");
-            assert!(nccl.version() >= Version::LEAST);
+            assert!(nccl.version() >= LEAST);
         }
     }
 
@@ -484,14 +464,6 @@ mod tests {
             let (first, second) = (nccl.unique_id().unwrap(), nccl.unique_id().unwrap());
             assert_ne!(first.0, second.0);
         }
-    }
-
-    #[test]
-    fn versions_read_as_their_makers_write_them() {
-        assert_eq!(Version(23_007).to_string(), "2.30.7");
-        assert_eq!(Version::LEAST.to_string(), "2.18.0");
-        assert!(Version(21_705) < Version::LEAST);
-        assert!(Version(23_007).is_at_least(2, 30) && !Version(22_909).is_at_least(2, 30));
     }
 
     /// Offsets of `ncclConfig_t` in the header of 2.18 on 64-bit machines.

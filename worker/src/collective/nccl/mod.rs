@@ -20,7 +20,7 @@ mod transport;
 mod watchdog;
 
 pub use comm::Membership;
-pub use library::{Nccl, Version};
+pub use library::Nccl;
 pub use transport::NcclTransport;
 
 /// Whether bytes in the place of rank 0's id are one. For `tests/fuzz`.

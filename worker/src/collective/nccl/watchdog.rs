@@ -5,8 +5,10 @@
 //! runs there: also for operations of the other communicators, which never end unless those are aborted too. So each is
 //! aborted in a thread of its own, after all have their reason.
 
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex};
 
 use super::comm::{AbortReason, Comm, Membership, Observation, OperationPhase};
 use crate::collective::error::Failure;
@@ -73,7 +75,7 @@ impl Watchdog {
     }
 
     pub(super) fn add(&self, comm: &Arc<Comm>) {
-        self.0.0.lock().comms.push(Watched {
+        self.0.0.watched.lock().comms.push(Watched {
             comm: comm.clone(),
             aborted_at: None,
             is_reported: false,
@@ -83,19 +85,18 @@ impl Watchdog {
     /// Ends the thread and waits, no longer than `bound`, for all aborts. False if some have not ended.
     pub(super) fn end(&self, bound: Duration) -> bool {
         let shared = &self.0.0;
-        let mut watched = shared.lock();
+        let mut watched = shared.watched.lock();
         watched.stop = true;
         shared.changed.notify_all();
-        let waited = shared
-            .changed
-            .wait_timeout_while(watched, bound, |watched| !watched.has_ended());
-        waited.unwrap_or_else(PoisonError::into_inner).0.has_ended()
+        let is_open = |watched: &mut WatchedComms| !watched.has_ended();
+        shared.changed.wait_while_for(&mut watched, is_open, bound);
+        watched.has_ended()
     }
 }
 
 impl Drop for WatchdogGuard {
     fn drop(&mut self) {
-        let mut watched = self.0.lock();
+        let mut watched = self.0.watched.lock();
         watched.stop = true;
         let comms = std::mem::take(&mut watched.comms).into_iter();
         let (failed, others): (Vec<_>, Vec<_>) = comms.partition(|watched| watched.comm.reason().is_some());
@@ -117,7 +118,7 @@ impl WatchedComms {
 impl WatchdogState {
     fn watch(self: &Arc<Self>, reports: &TimeoutReports) {
         let mut reason = None;
-        let mut watched = self.lock();
+        let mut watched = self.watched.lock();
         loop {
             let is_last = watched.stop;
             let mut comms = std::mem::take(&mut watched.comms);
@@ -133,15 +134,14 @@ impl WatchdogState {
             for watched in &mut comms {
                 self.abort(watched);
             }
-            watched = self.lock();
+            watched = self.watched.lock();
             if is_last {
                 break;
             }
             comms.append(&mut watched.comms);
             watched.comms = comms;
             if !watched.stop {
-                let waited = self.changed.wait_timeout(watched, INTERVAL);
-                watched = waited.unwrap_or_else(PoisonError::into_inner).0;
+                self.changed.wait_for(&mut watched, INTERVAL);
             }
         }
         watched.over = true;
@@ -158,12 +158,12 @@ impl WatchdogState {
             return;
         }
         watched.aborted_at = Some(Instant::now());
-        self.lock().aborting += 1;
+        self.watched.lock().aborting += 1;
         let (shared, comm) = (self.clone(), watched.comm.clone());
         let abort = move || {
             comm.abort();
             drop(comm);
-            shared.lock().aborting -= 1;
+            shared.watched.lock().aborting -= 1;
             shared.changed.notify_all();
         };
         let thread = std::thread::Builder::new().name("ddp-abort".into());
@@ -171,10 +171,6 @@ impl WatchdogState {
             tracing::warn!("cannot start a thread for an abort: {error}");
             abort();
         }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, WatchedComms> {
-        self.watched.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

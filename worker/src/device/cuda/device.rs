@@ -8,10 +8,11 @@
 use std::any::Any;
 use std::ffi::c_void;
 use std::mem::take;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::sync::Arc;
 use std::time::Instant;
 
 use cudarc::driver::sys;
+use parking_lot::{Mutex, RwLock};
 
 use super::calls;
 use super::driver::{CudaContext, driver_error};
@@ -60,7 +61,7 @@ impl CudaDevice {
     /// collective that waits for a multiprocessor would make all ranks wait.
     pub fn named_stream(&self, name: &str, urgent: bool) -> Stream {
         let stream = CudaStream::new(name, urgent, self.context(), &self.events, &self.pinned);
-        let mut streams = self.streams.write().unwrap_or_else(PoisonError::into_inner);
+        let mut streams = self.streams.write();
         streams.push(stream.map(Arc::new));
         Stream(streams.len() as u32 - 1)
     }
@@ -78,11 +79,9 @@ impl CudaDevice {
     /// # Panics
     /// If the stream is another device's.
     fn find(&self, stream: Stream) -> Result<Arc<CudaStream>, DeviceError> {
-        let streams = self.streams.read().unwrap_or_else(PoisonError::into_inner);
-        streams
-            .get(stream.0 as usize)
-            .expect("a stream of this device")
-            .clone()
+        let streams = self.streams.read();
+        let found = streams.get(stream.0 as usize);
+        found.expect("a stream of this device").clone()
     }
 
     /// Enqueues something, unless the stream has failed.
@@ -101,14 +100,19 @@ impl CudaDevice {
     /// enqueued. Its buffers may be anywhere, and are left alone. Only its products are made, in `spare`, if they find
     /// room there: the library loads its kernels when it first uses them. The first error is the stream's.
     pub fn prepare(&self, stream: Stream, op: &Op, spare: &Buffer) {
+        self.launch(stream, op, Some(spare));
+    }
+
+    fn launch(&self, stream: Stream, op: &Op, spare: Option<&Buffer>) {
         let name = op.name();
         self.attempt(stream, name, |stream, state| {
+            let spare = spare.map(|spare| Ok::<_, DeviceError>((self.address(spare)?, spare.bytes())));
             op.launch(&mut LaunchContext {
                 op: name,
                 device: &self.kernels,
                 stream,
                 state,
-                spare: Some((self.address(spare)?, spare.bytes())),
+                spare: spare.transpose()?,
             })
         });
     }
@@ -140,27 +144,12 @@ impl Device for CudaDevice {
     }
 
     fn stream(&self) -> Stream {
-        let streams = self.streams.read().unwrap_or_else(PoisonError::into_inner);
-        let name = if streams.is_empty() {
-            "compute"
-        } else {
-            "auxiliary"
-        };
-        drop(streams);
-        self.named_stream(name, false)
+        let is_first = self.streams.read().is_empty();
+        self.named_stream(if is_first { "compute" } else { "auxiliary" }, false)
     }
 
     fn enqueue(&self, stream: Stream, op: Op) {
-        let name = op.name();
-        self.attempt(stream, name, |stream, state| {
-            op.launch(&mut LaunchContext {
-                op: name,
-                device: &self.kernels,
-                stream,
-                state,
-                spare: None,
-            })
-        });
+        self.launch(stream, &op, None);
     }
 
     fn record(&self, stream: Stream) -> Event {
@@ -231,27 +220,15 @@ impl Device for CudaDevice {
     }
 }
 
-/// One list for the process, so that the driver's thread never drops the last reference to a piece of work.
-static DONE: Done = Done(Mutex::new(Vec::new()));
+/// Finished work that is still to be freed. One list for the process, so that the driver's thread never drops the last
+/// reference to a piece of work.
+static DONE: Mutex<Vec<HostWork>> = Mutex::new(Vec::new());
 
-/// Work that has been done and is still to be freed.
-struct Done(Mutex<Vec<HostWork>>);
-
-impl Done {
-    fn put(&self, work: HostWork) {
-        self.lock().push(work);
-    }
-
-    /// Frees what is there. Not under the lock, which the driver's thread takes: to free page-locked memory the driver
-    /// may wait for its streams, and with them for that thread.
-    fn free(&self) {
-        let done = take(&mut *self.lock());
-        drop(done);
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Vec<HostWork>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
+/// Frees finished work, but not under the lock, which the driver's thread takes: to free page-locked memory the driver
+/// may wait for its streams, and with them for that thread.
+fn free_done() {
+    let done = take(&mut *DONE.lock());
+    drop(done);
 }
 
 impl HostSide for CudaDevice {
@@ -282,7 +259,7 @@ impl HostSide for CudaDevice {
     }
 
     fn run(&self, stream: Stream, work: HostWork) {
-        DONE.free();
+        free_done();
         self.attempt(stream, "work of the host", |stream, _| {
             let work = Box::into_raw(Box::new(work)).cast::<c_void>();
             // SAFETY: the stream is alive; `call` takes what it is given once. Of a device that has failed it is never
@@ -302,7 +279,7 @@ unsafe extern "C" fn call(work: *mut c_void) {
     // SAFETY: what `run` has made for this one call.
     let mut work = unsafe { Box::from_raw(work.cast::<HostWork>()) };
     work();
-    DONE.put(*work);
+    DONE.lock().push(*work);
 }
 
 fn is_pinned(buffer: &Buffer) -> bool {
@@ -316,31 +293,23 @@ mod tests {
     use std::sync::atomic::{AtomicBool, Ordering};
 
     /// Says whether the lock was free when it was dropped.
-    struct Witness {
-        done: Arc<Done>,
-        unlocked: Arc<AtomicBool>,
-    }
+    struct Witness(Arc<AtomicBool>);
 
     impl Drop for Witness {
         fn drop(&mut self) {
-            self.unlocked
-                .store(self.done.0.try_lock().is_ok(), Ordering::Relaxed);
+            self.0.store(DONE.try_lock().is_some(), Ordering::Relaxed);
         }
     }
 
     #[test]
     fn what_was_done_is_not_freed_under_the_lock_that_the_drivers_thread_takes() {
-        let done = Arc::new(Done(Mutex::default()));
         let unlocked = Arc::new(AtomicBool::new(false));
-        let witness = Witness {
-            done: done.clone(),
-            unlocked: unlocked.clone(),
-        };
-        done.put(Box::new(move || {
+        let witness = Witness(unlocked.clone());
+        DONE.lock().push(Box::new(move || {
             let _ = &witness;
         }));
-        done.free();
+        free_done();
         assert!(unlocked.load(Ordering::Relaxed));
-        assert!(done.lock().is_empty());
+        assert!(DONE.lock().is_empty());
     }
 }

@@ -7,12 +7,13 @@ use std::ffi::{CStr, c_char, c_int};
 use std::fmt;
 use std::ptr;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use cudarc::driver::sys::{
     self, CUdevice, CUdevice_P2PAttribute as Peer, CUdevice_attribute as Attribute, CUresult as Code,
 };
+use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 
 use super::calls::{self, DriverError, written};
@@ -337,12 +338,12 @@ pub(super) struct Streams(Mutex<Vec<RawStream>>);
 
 impl Streams {
     pub(super) fn add(&self, stream: RawStream) {
-        self.alive().push(stream);
+        self.0.lock().push(stream);
     }
 
     /// From now on it is asked nothing, so that it can be destroyed.
     pub(super) fn remove(&self, stream: RawStream) {
-        self.alive().retain(|other| *other != stream);
+        self.0.lock().retain(|other| *other != stream);
     }
 
     /// Waits, no longer than `patience`, until `is_empty` was true of each of these streams, or the stream is
@@ -353,9 +354,9 @@ impl Streams {
         patience: Duration,
         is_empty: impl Fn(RawStream) -> Option<Result<(), DeviceError>>,
     ) -> Result<(), DeviceError> {
-        let mut left = self.alive().clone();
+        let mut left = self.0.lock().clone();
         let poll = || {
-            let alive = self.alive();
+            let alive = self.0.lock();
             left.retain(|stream| alive.contains(stream));
             while let Some(&stream) = left.last() {
                 if let Err(error) = is_empty(stream)? {
@@ -368,10 +369,6 @@ impl Streams {
         wait_until(poll, Instant::now() + patience, || {
             "memory to be freed".to_owned()
         })
-    }
-
-    fn alive(&self) -> MutexGuard<'_, Vec<RawStream>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -391,14 +388,14 @@ struct Balance {
 
 impl Account {
     pub(super) fn add(&self, name: &str, bytes: usize) {
-        let mut balance = self.balance();
+        let mut balance = self.0.lock();
         *balance.held.entry(name.to_owned()).or_default() += bytes;
         balance.bytes += bytes;
         balance.peak = balance.peak.max(balance.bytes);
     }
 
     pub(super) fn subtract(&self, name: &str, bytes: usize) {
-        let mut balance = self.balance();
+        let mut balance = self.0.lock();
         balance.bytes = balance.bytes.saturating_sub(bytes);
         if let Some(held) = balance.held.get_mut(name) {
             *held = held.saturating_sub(bytes);
@@ -410,17 +407,17 @@ impl Account {
 
     /// Bytes held now.
     pub(super) fn bytes(&self) -> usize {
-        self.balance().bytes
+        self.0.lock().bytes
     }
 
     /// Most bytes held at one time.
     pub(super) fn peak(&self) -> usize {
-        self.balance().peak
+        self.0.lock().peak
     }
 
     /// `params 496 MiB, gradients 248 MiB, 3 others 1 MiB`: the largest first.
     pub(super) fn words(&self) -> String {
-        let balance = self.balance();
+        let balance = self.0.lock();
         let mut held: Vec<_> = balance.held.iter().map(|(name, bytes)| (*bytes, name)).collect();
         held.sort_unstable_by(|a, b| b.cmp(a));
         let (named, others) = held.split_at(held.len().min(LARGEST_NAMED));
@@ -436,10 +433,6 @@ impl Account {
             parts.push("nothing".to_owned());
         }
         parts.join(", ")
-    }
-
-    fn balance(&self) -> MutexGuard<'_, Balance> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -631,7 +624,7 @@ mod tests {
         let asked = RefCell::new(Vec::new());
         let rounds = RefCell::new(0);
         let outcome = streams.come_to_rest(LONG, |stream| {
-            assert!(streams.0.try_lock().is_err(), "it can be destroyed meanwhile");
+            assert!(streams.0.try_lock().is_none(), "it can be destroyed meanwhile");
             asked.borrow_mut().push(stream);
             *rounds.borrow_mut() += 1;
             (*rounds.borrow() > 3).then_some(Ok(()))

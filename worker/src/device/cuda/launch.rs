@@ -8,15 +8,16 @@ use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::ffi::{CString, c_void};
 use std::ptr;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 
 use cudarc::driver::sys::{self, CUfunction_attribute as Attribute};
+use parking_lot::Mutex;
 
 use super::calls::{self, written};
 use super::driver::{CudaContext, driver_error, driver_error_with};
 use super::matmul::{Product, Products, WORKSPACE_BYTES};
 use super::memory::{DevicePtr, address_of};
-use super::nvrtc::{Arch, CompileUnit, Define, KernelCache, KernelSource, Nvrtc};
+use super::nvrtc::{Arch, CompileUnit, Define, KernelCache, Nvrtc};
 use super::stream::{CudaStream, StreamState};
 use crate::device::{Buffer, DType, DeviceError};
 
@@ -54,24 +55,6 @@ impl Grid {
     pub const fn with_shared(self, shared_bytes: usize) -> Self {
         Self { shared_bytes, ..self }
     }
-}
-
-/// A kernel with all that it is launched with.
-#[derive(Clone, Copy, Debug)]
-pub struct KernelLaunch<'a> {
-    /// The file that it is in.
-    pub source: &'static KernelSource,
-    /// Its name there.
-    pub kernel: &'static str,
-    /// What the file is compiled with: part of the kernel's identity.
-    pub defines: &'a [Define],
-    /// Blocks and threads.
-    pub grid: Grid,
-    /// Values of its parameters, in order; the kernel's own declaration decides their types. The driver reads as many
-    /// bytes at each value's address as the parameter has; the lowest come first on every machine that CUDA runs on.
-    pub args: &'a [u64],
-    /// The last parameter, if it is a structure of `unsigned long long`s by value; empty if there is none.
-    pub table: &'a [u64],
 }
 
 /// How a device is opened.
@@ -173,19 +156,23 @@ impl DeviceKernels {
     }
 
     /// The function of a kernel, which may be launched with its grid's shared memory from now on.
-    fn function(&self, op: &str, launch: &KernelLaunch<'_>) -> Result<sys::CUfunction, DeviceError> {
-        let key = (ptr::from_ref(launch.source) as usize, launch.defines.to_vec());
-        let unit = CompileUnit::new(launch.source, launch.defines);
-        let mut modules = self.modules.lock().unwrap_or_else(PoisonError::into_inner);
+    fn function(
+        &self,
+        op: &str,
+        unit: &CompileUnit,
+        name: &'static str,
+        shared: usize,
+    ) -> Result<sys::CUfunction, DeviceError> {
+        let key = (ptr::from_ref(unit.source) as usize, unit.defines.clone());
+        let mut modules = self.modules.lock();
         let module = modules.entry(key).or_default().clone();
         drop(modules);
-        let mut module = module.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut module = module.lock();
         let module = match &mut *module {
             Some(loaded) => loaded,
-            empty => empty.insert(self.load(&unit)?),
+            empty => empty.insert(self.load(unit)?),
         };
-        let function = module.function(&unit, launch.kernel)?;
-        let (name, shared) = (launch.kernel, launch.grid.shared_bytes);
+        let function = module.function(unit, name)?;
         let wanted = shared + function.declared_shared;
         let most = self.context.facts().shared_per_block;
         if wanted > most {
@@ -278,19 +265,30 @@ impl LaunchContext<'_> {
     }
 
     /// Launches a kernel, which is compiled when it is first asked for. Nothing is launched on an empty grid.
-    pub fn run(&mut self, launch: &KernelLaunch<'_>) -> Result<(), DeviceError> {
-        let grid = launch.grid;
+    ///
+    /// `args` are the values of its parameters, in order; the kernel's own declaration decides their types. The driver
+    /// reads as many bytes at each value's address as the parameter has; the lowest come first on every machine that
+    /// CUDA runs on. `table` is the last parameter, if that is a structure of `unsigned long long`s by value; else it is
+    /// empty.
+    pub fn run(
+        &mut self,
+        unit: &CompileUnit,
+        kernel: &'static str,
+        grid: Grid,
+        args: &[u64],
+        table: &[u64],
+    ) -> Result<(), DeviceError> {
         if grid.blocks.contains(&0) {
             return Ok(());
         }
-        let function = self.device.function(self.op, launch)?;
+        let function = self.device.function(self.op, unit, kernel, grid.shared_bytes)?;
         if self.spare.is_some() {
             return Ok(());
         }
         let address = |value: &u64| ptr::from_ref(value).cast_mut().cast::<c_void>();
-        let mut pointers: Vec<_> = launch.args.iter().map(address).collect();
-        if !launch.table.is_empty() {
-            pointers.push(launch.table.as_ptr().cast_mut().cast());
+        let mut pointers: Vec<_> = args.iter().map(address).collect();
+        if !table.is_empty() {
+            pointers.push(table.as_ptr().cast_mut().cast());
         }
         let ([grid_x, grid_y, grid_z], [block_x, block_y, block_z]) = (grid.blocks, grid.threads);
         // SAFETY: the kernel's module is loaded; each pointer leads to 8 readable bytes, or to the table, which the
@@ -313,9 +311,8 @@ impl LaunchContext<'_> {
         };
         launched.map_err(|error| {
             let doing = format!(
-                "operation `{}`: kernel `{}` was not launched on stream `{}` ({grid:?})",
+                "operation `{}`: kernel `{kernel}` was not launched on stream `{}` ({grid:?})",
                 self.op,
-                launch.kernel,
                 self.stream.name()
             );
             self.device.context.refused(error, driver_error(doing, error))

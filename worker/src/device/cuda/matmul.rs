@@ -14,10 +14,10 @@ use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::ptr;
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use cudarc::driver::sys::CUstream;
+use parking_lot::Mutex;
 
 use super::memory::DevicePtr;
 use super::nvrtc::KernelCache;
@@ -202,7 +202,7 @@ impl Products {
     ) -> Result<(), DeviceError> {
         let shape = self.shape(product);
         // The lock is held while the operation has this product's pointers.
-        let mut known = self.prepared.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut known = self.prepared.lock();
         let prepared = match known.entry(shape) {
             Entry::Occupied(entry) => entry.into_mut(),
             Entry::Vacant(entry) => entry.insert(self.prepare(product, &shape, op)?),
@@ -258,7 +258,7 @@ impl Products {
         op: &'static str,
     ) -> Result<(), DeviceError> {
         let shape = self.shape(product);
-        let mut known = self.prepared.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut known = self.prepared.lock();
         let Entry::Vacant(entry) = known.entry(shape) else {
             return Ok(());
         };

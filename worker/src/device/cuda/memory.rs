@@ -3,10 +3,11 @@
 
 use std::ffi::c_void;
 use std::ptr::NonNull;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use cudarc::driver::sys;
+use parking_lot::Mutex;
 
 use super::calls::{self, DriverError, written};
 use super::driver::{CudaContext, driver_error, mib};
@@ -231,7 +232,7 @@ impl PinnedPool {
     /// A buffer of at least so many bytes.
     pub(super) fn take(&self, bytes: usize) -> Result<PinnedMemory, DeviceError> {
         let recycled = {
-            let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut free = self.free.lock();
             let fits = free.iter().position(|memory| memory.bytes() >= bytes);
             fits.map(|at| free.swap_remove(at))
         };
@@ -240,7 +241,7 @@ impl PinnedPool {
 
     /// Gives a buffer back that no copy uses any more.
     pub(super) fn put(&self, memory: PinnedMemory) {
-        let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut free = self.free.lock();
         free.push(memory);
     }
 }

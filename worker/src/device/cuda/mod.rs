@@ -29,7 +29,7 @@ mod stream;
 
 pub use device::CudaDevice;
 pub use driver::{CudaContext, GpuFacts, Reach, Survey, count_devices};
-pub use launch::{CudaOptions, Grid, KernelLaunch, LaunchContext};
+pub use launch::{CudaOptions, Grid, LaunchContext};
 pub use matmul::{Operand, Product};
 pub use memory::{DeviceMemory, DevicePtr};
 pub use nvrtc::{Arch, CompileUnit, Cubin, Define, KernelCache, KernelSource, Nvrtc};

@@ -116,11 +116,8 @@ pub struct CompileUnit {
 
 impl CompileUnit {
     /// A source with definitions.
-    pub fn new(source: &'static KernelSource, defines: &[Define]) -> Self {
-        Self {
-            source,
-            defines: defines.to_vec(),
-        }
+    pub const fn new(source: &'static KernelSource, defines: Vec<Define>) -> Self {
+        Self { source, defines }
     }
 
     /// Options of the compiler.
@@ -516,7 +513,7 @@ mod tests {
 
     #[test]
     fn a_name_depends_on_all_that_decides_the_code() {
-        let unit = |source, value| CompileUnit::new(source, &[Define::number("D", value)]);
+        let unit = |source, value| CompileUnit::new(source, vec![Define::number("D", value)]);
         let names = [
             file_name("12.9", &unit(&FIRST, 64), Arch::SM_80),
             file_name("13.0", &unit(&FIRST, 64), Arch::SM_80),

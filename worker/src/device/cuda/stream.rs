@@ -4,10 +4,11 @@
 
 use std::collections::VecDeque;
 use std::ptr;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use cudarc::driver::sys;
+use parking_lot::Mutex;
 
 use super::calls::{self, DriverError, written};
 use super::driver::{CudaContext, RawStream, answer, driver_error, wait_until};
@@ -123,7 +124,7 @@ impl CudaStream {
         op: &'static str,
         work: impl FnOnce(&mut StreamState) -> Result<(), DeviceError>,
     ) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         if state.error.is_some() {
             return;
         }
@@ -137,7 +138,7 @@ impl CudaStream {
 
     /// The error that made the stream skip, if one did; it stays.
     pub(super) fn error(&self) -> Option<DeviceError> {
-        self.lock().error.clone()
+        self.state.lock().error.clone()
     }
 
     /// The event "all that is in the stream now has run"; `timed` if time is measured from or to it.
@@ -163,7 +164,7 @@ impl CudaStream {
         let emptied = wait_until(poll, Instant::now() + PATIENCE, || {
             format!("stream `{}`", self.name)
         });
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let recent: Vec<_> = state.recent.drain(..).collect();
         if let Some(error) = state.error.take() {
             return Err(error);
@@ -257,16 +258,12 @@ impl CudaStream {
             pool: self.pinned.clone(),
         })
     }
-
-    fn lock(&self) -> MutexGuard<'_, StreamState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 impl Drop for CudaStream {
     fn drop(&mut self) {
         // As long as the stream is known, freeing its memory waits for its work.
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         state.scratch = None;
         state.uploads.clear();
         drop(state);
@@ -315,7 +312,7 @@ impl EventPool {
 
     /// An event that nobody else uses. The context is the calling thread's current one.
     fn take(&self, timed: bool) -> Result<RawEvent, DriverError> {
-        if let Some(recycled) = self.free(timed).pop() {
+        if let Some(recycled) = self.free[usize::from(timed)].lock().pop() {
             return Ok(recycled);
         }
         let flags = if timed {
@@ -329,12 +326,6 @@ impl EventPool {
         });
         made.map(RawEvent)
     }
-
-    fn free(&self, timed: bool) -> MutexGuard<'_, Vec<RawEvent>> {
-        self.free[usize::from(timed)]
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 impl Drop for EventPool {
@@ -343,7 +334,7 @@ impl Drop for EventPool {
             return;
         }
         for free in &mut self.free {
-            for RawEvent(event) in free.get_mut().unwrap_or_else(PoisonError::into_inner).drain(..) {
+            for RawEvent(event) in free.get_mut().drain(..) {
                 // SAFETY: created by this pool, destroyed once.
                 let _ = unsafe { calls::event_destroy(event) };
             }
@@ -374,7 +365,7 @@ impl CudaEvent {
 impl Drop for CudaEvent {
     fn drop(&mut self) {
         let raw = RawEvent(self.raw.0);
-        self.pool.free(self.timed).push(raw);
+        self.pool.free[usize::from(self.timed)].lock().push(raw);
     }
 }
 

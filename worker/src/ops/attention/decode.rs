@@ -8,14 +8,13 @@
 use super::causal::{head_forward, heads_of, read_inputs};
 use super::launches::{FORWARD, Launches, OUT, check_head};
 use super::shape::AttentionShape;
-use crate::device::cuda::{CompileUnit, Define, Grid, KernelSource};
+use crate::device::cuda::{Define, Grid, KernelSource};
 use crate::device::{Buffer, Cpu, DType, DeviceError};
 use crate::ops::cpu::kernel::{by_dtype, with_scratch};
 use crate::ops::cpu::matrix::{Matrix, Tile};
 use crate::ops::cpu::stored::Stored;
 use crate::ops::cuda::plan::{
-    Call, Plan, Scratch, THREADS, WIDEST, count, element, expect_dtype, kernels, units_with, vec_define,
-    width,
+    Call, Plan, Scratch, THREADS, count, element, expect_dtype, kernels, vec_define, width,
 };
 use crate::ops::{Operation, expect_len};
 
@@ -206,18 +205,4 @@ impl AttentionDecode {
             count(op, "positions before", self.first_position)?,
         ]))
     }
-}
-
-/// Aligned and not, alone and sharing.
-pub(super) fn units() -> Vec<CompileUnit> {
-    let cases = [
-        ("bf16", 128, 4, WIDEST),
-        ("bf16", 64, 1, WIDEST),
-        ("f32", 64, 8, WIDEST),
-        ("f32", 5, 1, 1),
-    ];
-    units_with(
-        &SOURCE,
-        cases.map(|(act, head, heads, width)| defines(act, head, heads, width)),
-    )
 }

@@ -5,10 +5,10 @@
 //! mask: where every head has its own and nothing is dropped, it pays for neither.
 
 use super::shape::AttentionShape;
-use crate::device::cuda::{CompileUnit, Define, Grid, KernelSource};
+use crate::device::cuda::{Define, Grid, KernelSource};
 use crate::device::{Buffer, DType, DeviceError};
 use crate::ops::DropoutMask;
-use crate::ops::cuda::plan::{Call, count, element, is_aligned, kernels, units_with};
+use crate::ops::cuda::plan::{Call, count, element, is_aligned, kernels};
 
 static PLAIN: KernelSource = kernels("attention.cu", include_str!("../cuda/attention.cu"));
 static FLASH_FORWARD: KernelSource = kernels("flash_forward.cu", include_str!("../cuda/flash_forward.cu"));
@@ -277,23 +277,4 @@ pub(super) fn check_head(op: &'static str, head_size: usize) -> Result<(), Devic
         return Err(DeviceError::Shape { op, what });
     }
     Ok(())
-}
-
-pub(super) fn units() -> Vec<CompileUnit> {
-    let variant = |has_mask, heads_per_kv| Variant {
-        has_mask,
-        heads_per_kv,
-    };
-    let (alone, masked, shared) = (variant(false, 1), variant(true, 1), variant(false, 4));
-    let of_tiles = |variant: Variant| {
-        [&FORWARD, &BACKWARD].map(|pass| units_with(pass.source, pass.cuts.map(|cut| cut.defines(variant))))
-    };
-    let plain = [("f32", 48), ("f32", 64), ("f32", 96), ("f32", 256), ("bf16", 48)];
-    let plain = plain.map(|(act, head)| plain_defines(act, head, alone));
-    let others = [("f32", 64, masked), ("bf16", 48, masked), ("f32", 64, shared)];
-    let others = others.map(|(act, head, variant)| plain_defines(act, head, variant));
-    let flash = [alone, masked, shared].into_iter().flat_map(of_tiles);
-    let mut units: Vec<CompileUnit> = flash.flatten().collect();
-    units.extend(units_with(&PLAIN, plain.into_iter().chain(others)));
-    units
 }

@@ -24,9 +24,3 @@ pub use causal::{AttentionBackward, AttentionForward};
 pub use decode::AttentionDecode;
 pub use rotary::{Rotary, RotaryEmbedding};
 pub use shape::AttentionShape;
-
-use crate::device::cuda::CompileUnit;
-
-pub(super) fn units() -> Vec<CompileUnit> {
-    [launches::units(), decode::units(), rotary::units()].concat()
-}

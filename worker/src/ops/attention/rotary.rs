@@ -13,14 +13,12 @@
 
 use super::shape::AttentionShape;
 use crate::config::RopeScaling;
-use crate::device::cuda::{CompileUnit, Define, Grid, KernelSource};
+use crate::device::cuda::{Define, Grid, KernelSource};
 use crate::device::{Buffer, Cpu, DeviceError};
 use crate::ops::Operation;
 use crate::ops::cpu::kernel::{Real, by_dtype, kernel, ln, with_scratch};
 use crate::ops::cpu::stored::Stored;
-use crate::ops::cuda::plan::{
-    Call, Plan, THREADS, WIDEST, count, element, kernels, units_with, vec_define, width,
-};
+use crate::ops::cuda::plan::{Call, Plan, THREADS, count, element, kernels, vec_define, width};
 
 /// Rows of one part of the work.
 const ROWS: usize = 16;
@@ -272,16 +270,6 @@ fn defines(act: &'static str, head: usize, width: usize) -> Vec<Define> {
         Define::number("HEAD", head as i64),
         vec_define(width),
     ]
-}
-
-pub(super) fn units() -> Vec<CompileUnit> {
-    let cases = [
-        ("bf16", 128, WIDEST),
-        ("bf16", 64, WIDEST),
-        ("f32", 64, WIDEST),
-        ("f32", 10, 1),
-    ];
-    units_with(&SOURCE, cases.map(|(act, head, width)| defines(act, head, width)))
 }
 
 #[cfg(test)]

@@ -7,11 +7,8 @@
     reason = "strided rectangles of a slice that do not overlap, and the `gemm` call"
 )]
 
-use std::alloc::Layout;
 use std::marker::PhantomData;
 use std::ops::Range;
-
-use bytemuck::Pod;
 
 use super::kernel::Real;
 
@@ -61,22 +58,6 @@ impl<'a, T> Matrix<'a, T> {
             row_stride: self.col_stride,
             col_stride: self.row_stride,
             ..self
-        }
-    }
-
-    /// The same elements under another type of the same size.
-    pub(crate) fn cast<U: Pod>(self) -> Matrix<'a, U>
-    where
-        T: Pod,
-    {
-        assert_same_layout::<T, U>();
-        Matrix {
-            ptr: self.ptr.cast(),
-            rows: self.rows,
-            cols: self.cols,
-            row_stride: self.row_stride,
-            col_stride: self.col_stride,
-            _data: PhantomData,
         }
     }
 
@@ -193,21 +174,6 @@ impl<'a, T> MatrixMut<'a, T> {
         unsafe { std::slice::from_raw_parts_mut(self.ptr.add(row * self.row_stride), self.cols) }
     }
 
-    /// The same elements under another type of the same size.
-    pub(crate) fn cast<U: Pod>(self) -> MatrixMut<'a, U>
-    where
-        T: Pod,
-    {
-        assert_same_layout::<T, U>();
-        MatrixMut {
-            ptr: self.ptr.cast(),
-            rows: self.rows,
-            cols: self.cols,
-            row_stride: self.row_stride,
-            _data: PhantomData,
-        }
-    }
-
     /// A shorter borrow of all of it.
     #[inline]
     pub(crate) fn whole_mut(&mut self) -> MatrixMut<'_, T> {
@@ -259,11 +225,6 @@ pub(crate) struct Tile<'a, T> {
     pub(crate) cols: Range<usize>,
     /// The part.
     pub(crate) out: MatrixMut<'a, T>,
-}
-
-fn assert_same_layout<T, U>() {
-    let layouts = (Layout::new::<T>(), Layout::new::<U>());
-    assert_eq!(layouts.0, layouts.1, "elements that are seen as others");
 }
 
 fn assert_fits(len: usize, rows: usize, cols: usize, stride: usize) {

@@ -36,6 +36,12 @@ pub(crate) trait Stored: Element {
     /// `out[i] = x[i]`, to nearest even
     fn narrow(isa: Isa, x: &[Self::Real], out: &mut [Self]);
 
+    /// The matrix itself, if its elements are computed in their own type.
+    fn in_place(x: Matrix<'_, Self>) -> Option<Matrix<'_, Self::Real>>;
+
+    /// As [`Stored::in_place`].
+    fn in_place_mut(x: MatrixMut<'_, Self>) -> Option<MatrixMut<'_, Self::Real>>;
+
     /// Calls `work` with the numbers of `x`.
     #[inline]
     fn read<R>(isa: Isa, x: &[Self], work: impl FnOnce(&[Self::Real]) -> R) -> R {
@@ -68,8 +74,8 @@ pub(crate) trait Stored: Element {
     /// [`Stored::read`] of a matrix, of its own size.
     #[inline]
     fn read_matrix<R>(isa: Isa, x: Matrix<'_, Self>, work: impl FnOnce(Matrix<'_, Self::Real>) -> R) -> R {
-        if Self::IN_PLACE {
-            return work(x.cast());
+        if let Some(x) = Self::in_place(x) {
+            return work(x);
         }
         let transposed = !x.has_slices();
         let x = if transposed { x.transposed() } else { x };
@@ -91,8 +97,8 @@ pub(crate) trait Stored: Element {
         keep: bool,
         work: impl FnOnce(&mut MatrixMut<'_, Self::Real>) -> R,
     ) -> R {
-        if Self::IN_PLACE {
-            return work(&mut x.whole_mut().cast());
+        if let Some(mut x) = Self::in_place_mut(x.whole_mut()) {
+            return work(&mut x);
         }
         Self::write_copy(isa, x, keep, work)
     }
@@ -121,7 +127,7 @@ pub(crate) trait Stored: Element {
 }
 
 macro_rules! stored {
-    ($type:ty as $real:ty, of: $of:expr, widen: $widen:expr, narrow: $narrow:expr) => {
+    ($type:ty as $real:ty, of: $of:expr, widen: $widen:expr, narrow: $narrow:expr, in_place: $in_place:expr) => {
         impl Stored for $type {
             type Real = $real;
 
@@ -139,6 +145,16 @@ macro_rules! stored {
             }
 
             #[inline]
+            fn in_place(x: Matrix<'_, Self>) -> Option<Matrix<'_, $real>> {
+                $in_place(x)
+            }
+
+            #[inline]
+            fn in_place_mut(x: MatrixMut<'_, Self>) -> Option<MatrixMut<'_, $real>> {
+                $in_place(x)
+            }
+
+            #[inline]
             fn widen(isa: Isa, x: &[Self], out: &mut [$real]) {
                 isa.dispatch(Convert(x, out, $widen));
             }
@@ -151,9 +167,9 @@ macro_rules! stored {
     };
 }
 
-stored!(f32 as f32, of: |x| x as Self, widen: |x| x, narrow: |x| x);
-stored!(f64 as f64, of: |x| x, widen: |x| x, narrow: |x| x);
-stored!(bf16 as f32, of: Self::from_f64, widen: convert::widen, narrow: convert::narrow);
+stored!(f32 as f32, of: |x| x as Self, widen: |x| x, narrow: |x| x, in_place: Some);
+stored!(f64 as f64, of: |x| x, widen: |x| x, narrow: |x| x, in_place: Some);
+stored!(bf16 as f32, of: Self::from_f64, widen: convert::widen, narrow: convert::narrow, in_place: |_| None);
 
 /// Slices of one length, and what makes an element of the second of one of the first.
 struct Convert<'a, X, Y, F>(&'a [X], &'a mut [Y], F);

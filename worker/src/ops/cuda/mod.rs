@@ -1,12 +1,10 @@
 //! Operations on NVIDIA GPUs: their CUDA C, and what they ask of a GPU as data.
 //!
 //! `layernorm.cu` holds the kernels of an operation, without CUDA headers; `ops/layernorm.rs` checks sizes and chooses
-//! grid and types ([`super::Operation::plan`]). The CPU kernels are the reference. Four rules:
+//! grid and types ([`super::Operation::plan`]). The CPU kernels are the reference. Three rules:
 //! - the same inputs give the same bits: no floating-point atomics, every sum has an order that is written down;
 //! - that order follows from the sizes alone, not from the GPU;
-//! - activations and parameters are f32 or bf16, statistics f32, arithmetic f32, partial norms f64;
-//! - [`super::units`] lists every source with every set of definitions that it is compiled with; those of optimizers are
-//!   [`crate::optim::units`].
+//! - activations and parameters are f32 or bf16, statistics f32, arithmetic f32, partial norms f64.
 //!
 //! | file | kernels | bytes moved, for elements of s bytes |
 //! |---|---|---|
@@ -34,7 +32,6 @@
 
 pub(super) mod plan;
 
-pub(crate) use super::update::units_of;
 pub(crate) use plan::kernels;
 pub use plan::{Arg, Call, Plan};
 

@@ -5,7 +5,7 @@
 
 use std::borrow::Borrow;
 
-use crate::device::cuda::{CompileUnit, Define, DevicePtr, Grid, KernelLaunch, KernelSource, LaunchContext};
+use crate::device::cuda::{CompileUnit, Define, DevicePtr, Grid, KernelSource, LaunchContext};
 use crate::device::{Buffer, DType, DeviceError};
 
 /// The files that kernels include.
@@ -36,12 +36,10 @@ pub struct Plan {
 /// One kernel's launch.
 #[derive(Clone, Debug)]
 pub struct Call {
-    /// The file that it is in.
-    pub source: &'static KernelSource,
+    /// The file that it is in, and what that is compiled with.
+    pub unit: CompileUnit,
     /// Its name there.
     pub kernel: &'static str,
-    /// What the file is compiled with.
-    pub defines: Vec<Define>,
     /// Blocks and threads.
     pub grid: Grid,
     /// In the order of its parameters.
@@ -103,14 +101,7 @@ impl Plan {
                     }
                 });
             }
-            cx.run(&KernelLaunch {
-                source: call.source,
-                kernel: call.kernel,
-                defines: &call.defines,
-                grid: call.grid,
-                args: &args,
-                table,
-            })?;
+            cx.run(&call.unit, call.kernel, call.grid, &args, table)?;
         }
         Ok(())
     }
@@ -126,9 +117,8 @@ impl Call {
         grid: Grid,
     ) -> Self {
         Self {
-            source,
+            unit: CompileUnit::new(source, defines),
             kernel,
-            defines,
             grid,
             args: Vec::new(),
         }
@@ -249,30 +239,6 @@ pub(crate) fn grad_defines(act: &'static str, grad: &'static str, width: usize) 
         Define::word("GRAD", grad),
         vec_define(width),
     ]
-}
-
-/// A file with each set of definitions.
-pub(crate) fn units_with(
-    source: &'static KernelSource,
-    defines: impl IntoIterator<Item = Vec<Define>>,
-) -> Vec<CompileUnit> {
-    let defines = defines.into_iter();
-    defines
-        .map(|defines| CompileUnit::new(source, &defines))
-        .collect()
-}
-
-/// All that a file with [`act_defines`] is compiled as.
-pub(crate) fn act_units(source: &'static KernelSource) -> Vec<CompileUnit> {
-    let all = ["f32", "bf16"].map(|act| [8, 1].map(|width| act_defines(act, width)));
-    units_with(source, all.into_iter().flatten())
-}
-
-/// All that a file with [`grad_defines`] is compiled as.
-pub(crate) fn grad_units(source: &'static KernelSource) -> Vec<CompileUnit> {
-    let types = [("f32", "f32"), ("bf16", "bf16"), ("bf16", "f32")];
-    let all = types.map(|(act, grad)| [8, 1].map(|width| grad_defines(act, grad, width)));
-    units_with(source, all.into_iter().flatten())
 }
 
 /// A number as kernels count with it.

@@ -3,13 +3,9 @@
 //! The text of an action is that of PyTorch's `torch.distributed.pipelining`: stage, kind, micro-batch. `2F1` is the
 //! forward of micro-batch 1 over stage 2, `0SEND_F1` sends what stage 0 made of it.
 
-use std::collections::BTreeMap;
 use std::fmt;
 
 use super::stages::Placement;
-
-/// Numbers of stages and micro-batches that are read are below this.
-const MAX_NUMBER: usize = 1 << 20;
 
 /// What an action does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -33,20 +29,18 @@ pub enum ActionKind {
 }
 
 impl ActionKind {
-    const NAMES: [(Self, &'static str); 8] = [
-        (Self::Forward, "F"),
-        (Self::Backward, "B"),
-        (Self::InputGradient, "I"),
-        (Self::WeightGradient, "W"),
-        (Self::SendActivation, "SEND_F"),
-        (Self::ReceiveActivation, "RECV_F"),
-        (Self::SendGradient, "SEND_B"),
-        (Self::ReceiveGradient, "RECV_B"),
-    ];
-
     /// The kind in the text of an action.
     pub const fn name(self) -> &'static str {
-        Self::NAMES[self as usize].1
+        match self {
+            Self::Forward => "F",
+            Self::Backward => "B",
+            Self::InputGradient => "I",
+            Self::WeightGradient => "W",
+            Self::SendActivation => "SEND_F",
+            Self::ReceiveActivation => "RECV_F",
+            Self::SendGradient => "SEND_B",
+            Self::ReceiveGradient => "RECV_B",
+        }
     }
 
     /// The kind in a sentence.
@@ -111,21 +105,6 @@ pub struct Action {
 }
 
 impl Action {
-    /// Reads the text of an action, such as `2F1`.
-    pub fn parse(rank: usize, text: &str) -> Option<Self> {
-        let is_digit = |c: char| c.is_ascii_digit();
-        let rest = text.trim_start_matches(is_digit);
-        let name = rest.trim_end_matches(is_digit);
-        let &(kind, _) = ActionKind::NAMES.iter().find(|(_, other)| *other == name)?;
-        let number = |digits: &str| digits.parse().ok().filter(|&number| number < MAX_NUMBER);
-        Some(Self {
-            rank,
-            stage: number(&text[..text.len() - rest.len()])?,
-            kind,
-            micro_batch: number(&rest[name.len()..])?,
-        })
-    }
-
     /// The action of a neighbouring stage whose result F, B or I needs: F of the stage before, or I of the next stage (a B
     /// counts as I). `None` at the ends of the pipeline, and for other kinds.
     pub fn input(self, placement: &Placement) -> Option<Self> {
@@ -239,38 +218,7 @@ pub struct Schedule {
     rows: Vec<Vec<Action>>,
 }
 
-/// Rows that are not the rows of one pipeline.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("stage {stage} must be on exactly one rank")]
-pub struct RowsError {
-    /// Number of the stage.
-    pub stage: usize,
-}
-
 impl Schedule {
-    /// The schedule of these rows. Which rank holds which stage, and the number of micro-batches, follow from the actions.
-    pub fn from_rows(rows: Vec<Vec<Action>>) -> Result<Self, RowsError> {
-        let mut rank_of_stage = BTreeMap::new();
-        let mut micro_batches = 0;
-        for &Action {
-            rank,
-            stage,
-            micro_batch,
-            ..
-        } in rows.iter().flatten()
-        {
-            if *rank_of_stage.entry(stage).or_insert(rank) != rank {
-                return Err(RowsError { stage });
-            }
-            micro_batches = micro_batches.max(micro_batch + 1);
-        }
-        if let Some(stage) = (0..rank_of_stage.len()).find(|stage| !rank_of_stage.contains_key(stage)) {
-            return Err(RowsError { stage });
-        }
-        let placement = Placement::new(rows.len(), rank_of_stage.into_values().collect());
-        Ok(Self::new(placement, micro_batches, rows))
-    }
-
     /// Puts a schedule together, without any check but that there is one row for each rank.
     pub fn new(placement: Placement, micro_batches: usize, rows: Vec<Vec<Action>>) -> Self {
         assert_eq!(rows.len(), placement.ranks(), "one row for each rank");

@@ -18,7 +18,7 @@ use super::generators::{
 use super::passes::{forward_only, with_transfers};
 use super::simulator::{Deadlock, Links, Simulation, StageCosts, simulate};
 use super::stages::{LayerCosts, Placement, divide_layers};
-use super::validator::{Purpose, Rules, least_capacity, validate};
+use super::validator::{Purpose, least_capacity, validate};
 use crate::config::{Pipeline, PipelineSchedule};
 
 const STAGES: &str = "parallel.pipeline.stages";
@@ -309,11 +309,7 @@ fn generated(config: &Pipeline, micro_batches: usize) -> Result<Schedule, PlanEr
 
 /// Refuses a schedule that cannot run.
 fn check(schedule: &Schedule, purpose: Purpose) -> Result<(), PlanError> {
-    let rules = Rules {
-        purpose,
-        capacity: None,
-    };
-    validate(schedule, rules).map_err(|refusal| {
+    validate(schedule, purpose).map_err(|refusal| {
         let hint = "use a different `parallel.pipeline.schedule`";
         refused(SCHEDULE, format!("`{SCHEDULE}`: {refusal}"), hint)
     })

@@ -5,7 +5,6 @@
 //! from the order alone, not from the durations: a schedule that deadlocks here deadlocks always.
 
 use std::collections::HashMap;
-use std::fmt;
 
 use super::action::{Action, ActionKind, Edge, Schedule, Transfer};
 
@@ -140,34 +139,24 @@ pub struct Waiting {
     pub awaited: Action,
 }
 
-/// No rank can go on.
+/// Ranks that wait for each other in a cycle, so that none can go on.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("the schedule deadlocks: {}", chain(waiting, *is_cycle))]
+#[error("the schedule deadlocks: {}", chain(waiting))]
 pub struct Deadlock {
-    /// Each one waits for the next. The last one waits for the first if it is a cycle.
+    /// Each one waits for the next, and the last one for the first.
     pub waiting: Vec<Waiting>,
-    /// Otherwise the last one waits for what its rank never does.
-    pub is_cycle: bool,
 }
 
-fn chain(waiting: &[Waiting], is_cycle: bool) -> impl fmt::Display {
-    let mut links: Vec<String> = waiting
-        .iter()
-        .map(|wait| {
-            let (action, awaited) = (wait.action, wait.awaited);
-            format!(
-                "rank {} at `{action}` waits for `{awaited}` of rank {}",
-                action.rank, awaited.rank
-            )
-        })
-        .collect();
-    if !is_cycle && let Some(last) = links.last_mut() {
-        last.push_str(", which never comes");
-    }
-    links.join("; ")
+fn chain(waiting: &[Waiting]) -> String {
+    let link = |Waiting { action, awaited }: &Waiting| {
+        let (rank, other) = (action.rank, awaited.rank);
+        format!("rank {rank} at `{action}` waits for `{awaited}` of rank {other}")
+    };
+    waiting.iter().map(link).collect::<Vec<_>>().join("; ")
 }
 
-/// Runs a schedule. `costs` has an entry for each stage, and every send and receive a rank at its other end.
+/// Runs a schedule. `costs` has an entry for each stage. Every send and receive has a rank at its other end, and every
+/// action that another one needs is in a row.
 ///
 /// A schedule without sends and receives takes data from stage to stage in [`Links::transit`] ticks, without queues.
 pub fn simulate(schedule: &Schedule, costs: &[StageCosts], links: Links) -> Result<Simulation, Deadlock> {
@@ -385,20 +374,9 @@ impl<'a> Run<'a> {
             let awaited = waiting[waiting.len() - 1].awaited.rank;
             if let Some(first) = waiting.iter().position(|wait| wait.action.rank == awaited) {
                 waiting.drain(..first);
-                return Some(Deadlock {
-                    waiting,
-                    is_cycle: true,
-                });
+                return Some(Deadlock { waiting });
             }
-            match waits[awaited] {
-                Some(wait) => waiting.push(wait),
-                None => {
-                    return Some(Deadlock {
-                        waiting,
-                        is_cycle: false,
-                    });
-                }
-            }
+            waiting.push(waits[awaited].expect("a rank at the end of its row has done what others wait for"));
         }
     }
 }

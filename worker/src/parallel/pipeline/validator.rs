@@ -12,7 +12,7 @@
 use std::collections::{HashMap, HashSet};
 
 use super::action::{Action, ActionKind, Schedule};
-use super::simulator::{Deadlock, Links, StageCosts, simulate};
+use super::simulator::{Deadlock, Links, Simulation, StageCosts, simulate};
 
 /// What a schedule is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -21,15 +21,6 @@ pub enum Purpose {
     Training,
     /// Forward only: evaluation, generation.
     Evaluation,
-}
-
-/// What a schedule is held against.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Rules {
-    /// What it is for.
-    pub purpose: Purpose,
-    /// Messages that the queue of an edge holds, as [`Links::capacity`].
-    pub capacity: Option<usize>,
 }
 
 /// Why a schedule is not run.
@@ -82,10 +73,10 @@ pub enum Reason {
     NoOtherEnd,
 }
 
-/// Refuses a schedule that breaks a rule.
-pub fn validate(schedule: &Schedule, rules: Rules) -> Result<(), Refusal> {
+/// Refuses a schedule that breaks a rule, or that deadlocks however many messages the queues hold.
+pub fn validate(schedule: &Schedule, purpose: Purpose) -> Result<(), Refusal> {
     for rank in 0..schedule.placement().ranks() {
-        let mut row = Row::new(schedule, rules, rank);
+        let mut row = Row::new(schedule, purpose, rank);
         for &action in &schedule.rows()[rank] {
             row.check(action)
                 .and_then(|()| row.check_order(action))
@@ -97,29 +88,23 @@ pub fn validate(schedule: &Schedule, rules: Rules) -> Result<(), Refusal> {
             return Err(Refusal::Action { action, reason });
         }
     }
-    let costs = vec![StageCosts::UNIT; schedule.placement().stages()];
-    let links = Links {
-        capacity: rules.capacity,
-        ..Links::IDEAL
-    };
-    simulate(schedule, &costs, links)?;
+    run_with(schedule, None)?;
     Ok(())
+}
+
+/// Runs the schedule with queues that hold `capacity` messages, as [`Links::capacity`].
+fn run_with(schedule: &Schedule, capacity: Option<usize>) -> Result<Simulation, Deadlock> {
+    let costs = vec![StageCosts::UNIT; schedule.placement().stages()];
+    let transit = 0;
+    simulate(schedule, &costs, Links { transit, capacity })
 }
 
 /// The least number of messages that each queue must hold for a schedule not to deadlock. None if it always does.
 pub fn least_capacity(schedule: &Schedule) -> Option<usize> {
-    let costs = vec![StageCosts::UNIT; schedule.placement().stages()];
-    let runs = |capacity| {
-        let links = Links {
-            capacity,
-            ..Links::IDEAL
-        };
-        simulate(schedule, &costs, links)
-    };
-    let enough = runs(None).ok()?.deepest_queue;
-    (0..enough)
-        .find(|&capacity| runs(Some(capacity)).is_ok())
-        .or(Some(enough))
+    let enough = run_with(schedule, None).ok()?.deepest_queue;
+    let mut fewer = 0..enough;
+    let least = fewer.find(|&capacity| run_with(schedule, Some(capacity)).is_ok());
+    least.or(Some(enough))
 }
 
 /// Whether an action does F, I, W.
@@ -134,7 +119,7 @@ fn halves(kind: ActionKind) -> [bool; 3] {
 /// The walk over a rank's row.
 struct Row<'a> {
     schedule: &'a Schedule,
-    rules: Rules,
+    purpose: Purpose,
     rank: usize,
     has_transfers: bool,
     /// What was done, with I and W for B.
@@ -144,10 +129,10 @@ struct Row<'a> {
 }
 
 impl<'a> Row<'a> {
-    fn new(schedule: &'a Schedule, rules: Rules, rank: usize) -> Self {
+    fn new(schedule: &'a Schedule, purpose: Purpose, rank: usize) -> Self {
         Self {
             schedule,
-            rules,
+            purpose,
             rank,
             has_transfers: schedule.has_transfers(),
             done: HashSet::new(),
@@ -171,7 +156,7 @@ impl<'a> Row<'a> {
         if !action.kind.is_compute() && action.transfer(placement).is_none() {
             return Err(Reason::NoOtherEnd);
         }
-        if action.kind.is_of_backward() && self.rules.purpose == Purpose::Evaluation {
+        if action.kind.is_of_backward() && self.purpose == Purpose::Evaluation {
             return Err(Reason::BackwardInEvaluation);
         }
         if action.parts().any(|part| self.done.contains(&part)) {
@@ -226,7 +211,7 @@ impl<'a> Row<'a> {
     /// The first action that should be in the row and is not.
     fn missing(&self) -> Option<Action> {
         let placement = self.schedule.placement();
-        let kinds: &[ActionKind] = match self.rules.purpose {
+        let kinds: &[ActionKind] = match self.purpose {
             Purpose::Training => &[
                 ActionKind::Forward,
                 ActionKind::InputGradient,

@@ -5,14 +5,9 @@ use crate::parallel::pipeline::generators::{PipelineShape, gpipe, one_f_one_b, z
 use crate::parallel::pipeline::passes::{forward_only, with_transfers};
 use crate::parallel::pipeline::schedule_of;
 
-const RULES: Rules = Rules {
-    purpose: Purpose::Training,
-    capacity: Some(1),
-};
-
 fn refused(text: &str) -> String {
     let schedule = schedule_of(text);
-    let refusal = validate(&schedule, RULES).expect_err("breaks a rule");
+    let refusal = validate(&schedule, Purpose::Training).expect_err("breaks a rule");
     refusal.to_string()
 }
 
@@ -29,7 +24,7 @@ fn a_complete_schedule_is_allowed() {
     let compute = zb_h1(shape(4, 8)).expect("fits");
     let complete = with_transfers(&compute);
     for schedule in [compute, complete] {
-        assert_eq!(validate(&schedule, RULES), Ok(()));
+        assert_eq!(validate(&schedule, Purpose::Training), Ok(()));
     }
 }
 
@@ -69,7 +64,10 @@ fn no_action_can_be_left_out() {
             let mut rows = schedule.rows().to_vec();
             let action = rows[rank].remove(number);
             let without = Schedule::new(schedule.placement().clone(), schedule.micro_batches(), rows);
-            assert!(validate(&without, RULES).is_err(), "{action} of rank {rank}");
+            assert!(
+                validate(&without, Purpose::Training).is_err(),
+                "{action} of rank {rank}"
+            );
         }
     }
 }
@@ -110,7 +108,7 @@ fn gradients_are_added_in_the_order_of_micro_batches() {
 fn messages_are_sent_and_received_once() {
     let good = "0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n";
     let schedule = schedule_of(good);
-    assert_eq!(validate(&schedule, RULES), Ok(()));
+    assert_eq!(validate(&schedule, Purpose::Training), Ok(()));
     assert_eq!(schedule.to_string(), good);
     let without = |cell: &str| refused(&good.replace(cell, ""));
     assert_eq!(
@@ -140,17 +138,13 @@ fn messages_are_sent_and_received_once() {
 #[test]
 fn a_deadlock_is_shown_as_a_cycle() {
     let schedule = with_transfers(&one_f_one_b(shape(2, 2)).expect("fits"));
-    let without_queues = Rules {
-        capacity: Some(0),
-        ..RULES
-    };
-    let refusal = validate(&schedule, without_queues).expect_err("deadlocks");
+    let refusal = run_with(&schedule, Some(0)).expect_err("deadlocks");
     assert_eq!(
         refusal.to_string(),
         "the schedule deadlocks: rank 0 at `0SEND_F1` waits for `1RECV_F1` of rank 1; rank 1 at `1SEND_B0` waits for `0RECV_B0` of rank 0"
     );
     let gpipe = with_transfers(&gpipe(shape(4, 8)).expect("fits"));
-    assert_eq!(validate(&gpipe, without_queues), Ok(()));
+    assert!(run_with(&gpipe, Some(0)).is_ok());
     // By data alone.
     assert_eq!(
         refused("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1"),
@@ -178,16 +172,17 @@ fn receives_at_the_front_deadlock() {
 #[test]
 fn evaluation_is_forward_only() {
     let schedule = one_f_one_b(shape(4, 8)).expect("fits");
-    let rules = Rules {
-        purpose: Purpose::Evaluation,
-        ..RULES
-    };
-    assert_eq!(validate(&with_transfers(&forward_only(&schedule)), rules), Ok(()));
     assert_eq!(
-        validate(&schedule, rules).expect_err("has backward").to_string(),
+        validate(&with_transfers(&forward_only(&schedule)), Purpose::Evaluation),
+        Ok(())
+    );
+    assert_eq!(
+        validate(&schedule, Purpose::Evaluation)
+            .expect_err("has backward")
+            .to_string(),
         "rank 0 is refused at `0B0`: evaluation has no backward"
     );
-    let without_backward = validate(&forward_only(&schedule), RULES).expect_err("no backward");
+    let without_backward = validate(&forward_only(&schedule), Purpose::Training).expect_err("no backward");
     assert_eq!(
         without_backward.to_string(),
         "rank 0 is refused at `0I0`: the action is missing"
@@ -203,14 +198,16 @@ fn actions_belong_to_the_pipeline() {
         Schedule::new(schedule.placement().clone(), 1, rows)
     };
     assert_eq!(
-        validate(&swapped, RULES)
+        validate(&swapped, Purpose::Training)
             .expect_err("on the wrong rank")
             .to_string(),
         "rank 1 is refused at `1F0`: the stage is on rank 1"
     );
     let fewer = Schedule::new(schedule.placement().clone(), 0, schedule.rows().to_vec());
     assert_eq!(
-        validate(&fewer, RULES).expect_err("too many").to_string(),
+        validate(&fewer, Purpose::Training)
+            .expect_err("too many")
+            .to_string(),
         "rank 0 is refused at `0F0`: there are 2 stages and 0 micro-batches"
     );
 }

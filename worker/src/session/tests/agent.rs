@@ -6,7 +6,7 @@ use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use ddp_proto::control::{KvRefusal, PROTOCOL, ToAgent, ToWorker};
+use ddp_proto::control::{KvRefusal, PROTOCOL, ToAgent, ToWorker, WorkerAssignment};
 use ddp_proto::env::WorkerEnv;
 use ddp_proto::ids::{Generation, GlobalRank, WorldSize};
 
@@ -133,11 +133,11 @@ pub(super) fn times() -> Times {
 }
 
 pub(super) fn assignment(env: &WorkerEnv) -> ToWorker {
-    ToWorker::Assignment {
+    ToWorker::Assignment(WorkerAssignment {
         protocol: PROTOCOL,
         generation: env.generation,
         env: env.to_vars(),
         node_addr: "10.0.0.1".into(),
         data_key: None,
-    }
+    })
 }

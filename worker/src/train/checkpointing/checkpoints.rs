@@ -8,7 +8,7 @@
 //!
 //! A save that failed, on whichever rank, failed on all of them; nothing of it stays, and training continues.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -17,10 +17,11 @@ use ddp_proto::words::{counted, numbered};
 use super::owned_state::{RankState, copy, load, written};
 use super::save_thread::{Leader, SaveTask, SaveThread, Stage, unreadable};
 use crate::checkpoint::{
-    CheckpointError, Extent, Keep, Reader, Rng, State, Storage, TOKENIZER_FILE, step_name,
+    CheckpointError, Extent, Fence, Reader, Rng, State, Storage, TOKENIZER_FILE, step_name,
 };
-use crate::config::{OptimizerOffload, Tokenizer, TrainConfig};
+use crate::config::{CheckpointKeep, OptimizerOffload, Tokenizer, TrainConfig};
 use crate::data::{Dataset, ORDER_VERSION};
+use crate::metrics::RunDir;
 use crate::device::{Arena, ArenaSpec, DType, DeviceError, HostMemory, Stream};
 use crate::train::TrainError;
 use crate::train::reporting::warn;
@@ -31,6 +32,8 @@ use crate::train::world::World;
 const ROUND: Duration = Duration::from_millis(250);
 /// Longest wait for the clean-up of a save when training has failed: the process is about to end.
 const ABANDON_BOUND: Duration = Duration::from_secs(2);
+/// Longest time that a request of a save's clean-up may take while training waits for it: the ranks wait for each other.
+const CLEAN_UP_BOUND: Duration = Duration::from_secs(10);
 /// Longer waits are reported.
 const LONG_WAIT: Duration = Duration::from_secs(1);
 /// The last save of a run is retried once, because no later save makes up for it.
@@ -42,10 +45,12 @@ const LAST_PAUSE: Duration = Duration::from_secs(2);
 pub(crate) struct Checkpoints {
     out_dir: PathBuf,
     generation: u64,
+    /// On rank 0: no later generation has taken the run's folder.
+    fence: Option<Fence>,
     /// What every checkpoint of this run says of it. Its skipped steps are those of earlier lives.
     identity: State,
     storage: Arc<dyn Storage>,
-    keep: Option<Keep>,
+    keep: Option<CheckpointKeep>,
     every: u64,
     /// A save fails if the file system does not answer a request within this time.
     timeout: Duration,
@@ -117,20 +122,18 @@ struct Ended {
 impl Checkpoints {
     /// `identity` is what every checkpoint says of the run.
     pub(crate) fn new(
-        (out_dir, generation): (&Path, u64),
+        (run_dir, generation): (&RunDir, u64),
         (config, world): (&TrainConfig, &World),
         storage: Arc<dyn Storage>,
         identity: State,
     ) -> Self {
         Self {
-            out_dir: out_dir.to_owned(),
+            out_dir: run_dir.path().to_owned(),
+            fence: run_dir.fence(),
             generation,
             identity,
             storage,
-            keep: config.train.checkpoint_keep.map(|keep| Keep {
-                last: keep.last,
-                every: keep.every,
-            }),
+            keep: config.train.checkpoint_keep,
             every: config.train.checkpoint_every,
             timeout: Duration::from_secs_f64(config.train.checkpoint_timeout_s),
             stream: world.device.stream(),
@@ -328,7 +331,8 @@ impl Checkpoints {
 
     /// Waits for the thread of the save before, as long as the file system answers it. True if it touches nothing any more.
     fn has_ended(&mut self) -> bool {
-        self.before.take_if(|before| before.end(self.timeout));
+        let timeout = CLEAN_UP_BOUND.min(self.timeout);
+        self.before.take_if(|before| before.end(timeout));
         self.before.is_none()
     }
 
@@ -342,7 +346,7 @@ impl Checkpoints {
         }
     }
 
-    /// Copies, and starts the thread. Fails only as a save does.
+    /// Copies, and starts the thread. Errors are reported like those of a save.
     fn begin(&mut self, here: RankState<'_>, at: Position, snapshot: Option<&Arena>) {
         let task = self.task(here, at, snapshot);
         self.pending = Some(SaveThread::start(&self.out_dir, at.step, task));
@@ -384,6 +388,7 @@ impl Checkpoints {
             out_dir: self.out_dir.clone(),
             step: at.step,
             generation: self.generation,
+            fence: self.fence.clone(),
             rank: (here.world.rank(), here.world.size()),
             tensors,
             live: snapshot.is_none().then(|| (home.clone(), self.stream)),

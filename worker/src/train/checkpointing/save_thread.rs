@@ -12,8 +12,9 @@ use std::time::{Duration, Instant};
 
 use super::owned_state::OwnTensors;
 use crate::checkpoint::{
-    CheckpointError, DiskStep, Keep, PartWriter, State, Storage, Writer, file_stem, retain,
+    CheckpointError, DiskStep, Fence, PartWriter, State, Storage, Writer, file_stem, retain,
 };
+use crate::config::CheckpointKeep;
 use crate::device::{Buffer, DeviceError, Stream};
 use crate::optim::{StateMemory, evict};
 use crate::session::Cancel;
@@ -30,6 +31,7 @@ pub(super) struct SaveTask {
     pub(super) out_dir: PathBuf,
     pub(super) step: u64,
     pub(super) generation: u64,
+    pub(super) fence: Option<Fence>,
     /// This rank, and the number of ranks.
     pub(super) rank: (usize, usize),
     /// Each kind of tensors becomes a file. Nothing changes the buffers while the save lasts.
@@ -45,7 +47,7 @@ pub(super) struct SaveTask {
 /// What rank 0 needs to commit.
 pub(super) struct Leader {
     pub(super) state: State,
-    pub(super) keep: Option<Keep>,
+    pub(super) keep: Option<CheckpointKeep>,
     /// Steps whose checkpoints are always kept.
     pub(super) needed: Vec<u64>,
 }
@@ -270,7 +272,7 @@ impl Save {
         if task.live.is_none() {
             give_way();
         }
-        let writer = Writer::on(task.storage.clone(), &task.out_dir, task.step, task.generation);
+        let writer = Writer::on(task.storage.clone(), &task.out_dir, task.step, task.generation).fenced(task.fence.clone());
         let written = self.write_all(&writer);
         self.shared
             .set(written.map_or_else(Stage::Failed, |()| Stage::Written));

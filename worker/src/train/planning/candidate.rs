@@ -6,7 +6,7 @@ use ddp_proto::env::WorkerEnv;
 use ddp_proto::ids::WorldSize;
 
 use super::estimate::{Estimate, StepTraffic};
-use super::step_times::{BusyTimes, StepTimes};
+use super::step_times::{BusyTimes, Machines, StepTimes};
 use crate::config::{OptimizerOffload, Pipeline, PipelineSchedule, ShardGroup, Strategy, Sync, TrainConfig};
 use crate::mesh::{Axis, DATA, MeshShape};
 use crate::parallel::pipeline::PipelinePlan;
@@ -14,19 +14,6 @@ use crate::plan::{Cluster, GlobalBatch};
 use crate::train::TrainError;
 use crate::train::rank_spec::RankSpec;
 use crate::train::strategy::{mesh, pipeline_plan};
-
-/// The machines of a plan.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Machines {
-    /// Nodes, ranks, wires.
-    pub cluster: Cluster,
-    /// Bytes of a device that training may use, if known.
-    pub memory: Option<u64>,
-    /// Floating-point operations a second of a device, if known.
-    pub flops: Option<f64>,
-    /// Devices with memory of their own: what is offloaded to the host is not in it.
-    pub has_own_memory: bool,
-}
 
 /// A strategy on a mesh of ranks.
 #[derive(Clone, Debug, PartialEq)]
@@ -69,7 +56,7 @@ pub struct Candidate {
 impl Candidate {
     /// The costs of a configuration as it is.
     pub(super) fn of(config: &TrainConfig, machines: &Machines) -> Result<Self, TrainError> {
-        let busy = BusyTimes::of(config, (&machines.cluster, machines.flops), exchanged(config)?)?;
+        let busy = BusyTimes::of(config, machines, exchanged(config)?)?;
         let planned = PlannedMesh::new(config.clone(), machines, busy)?;
         let activations = planned.activations(u64::MAX)?;
         planned.candidate(&activations.expect("there are no more bytes"))
@@ -152,16 +139,14 @@ impl<'a> PlannedMesh<'a> {
         machines: &'a Machines,
         busy: BusyTimes,
     ) -> Result<Self, TrainError> {
-        let cluster = &machines.cluster;
-        let mesh = mesh(&config, &env(cluster))?;
+        let mesh = mesh(&config, &env(&machines.cluster))?;
         // A run refuses what has more, however few are rehearsed.
         PipelinePlan::check_size(&config.parallel.pipeline, config.train.grad_accumulation)?;
         let mut rehearsed = config.clone();
         rehearsed.train.grad_accumulation = rehearsed_micro_batches(&config);
         let plan = Arc::new(pipeline_plan(&rehearsed)?);
-        let on = (cluster, machines.flops);
         Ok(Self {
-            times: StepTimes::of(&config, on, (&mesh, &plan), busy)?,
+            times: StepTimes::of(&config, machines, (&mesh, &plan), busy)?,
             config,
             machines,
             mesh,
@@ -211,7 +196,6 @@ impl<'a> PlannedMesh<'a> {
         let held = self.in_memory(&estimate);
         let chunks = |rank| placement.stages_of(rank);
         let layers = |rank| chunks(rank).map(|stage| self.plan.layers()[stage].len()).sum();
-        let batch = global_batch(config, mesh);
         Ok(Candidate {
             strategy: config.parallel.strategy,
             cluster: *cluster,
@@ -225,7 +209,7 @@ impl<'a> PlannedMesh<'a> {
             bubble: times.bubble,
             communication: StepTimes::communication((cluster, mesh), sent.by_axis),
             step: times.step(config, (cluster, mesh), &sent),
-            batch,
+            batch: GlobalBatch::of(config, mesh),
             estimate,
             stages,
             sent,
@@ -306,15 +290,5 @@ fn env(cluster: &Cluster) -> WorkerEnv {
         local_world_size: cluster.ranks_a_node as u32,
         node_count: cluster.nodes as u32,
         ..WorkerEnv::single()
-    }
-}
-
-/// Samples of a step of a configuration on a mesh.
-fn global_batch(config: &TrainConfig, mesh: &MeshShape) -> GlobalBatch {
-    GlobalBatch {
-        ranks: mesh.size(&DATA) as u64,
-        accumulation: config.train.grad_accumulation as u64,
-        micro_batch: config.train.micro_batch as u64,
-        block_size: config.model.block_size as u64,
     }
 }

@@ -100,15 +100,13 @@ impl StepTraffic {
 
     /// The larger of both, kind by kind and axis by axis.
     pub(super) fn max(self, other: Self) -> Self {
-        let axis =
-            |index: usize, of: fn(&Self) -> &[u64; Axis::ALL.len()]| of(&self)[index].max(of(&other)[index]);
         Self {
             grads: self.grads.max(other.grads),
             params: self.params.max(other.params),
             activations: self.activations.max(other.activations),
             pipeline: self.pipeline.max(other.pipeline),
-            by_axis: std::array::from_fn(|index| axis(index, |sent| &sent.by_axis)),
-            repeated: std::array::from_fn(|index| axis(index, |sent| &sent.repeated)),
+            by_axis: std::array::from_fn(|axis| self.by_axis[axis].max(other.by_axis[axis])),
+            repeated: std::array::from_fn(|axis| self.repeated[axis].max(other.repeated[axis])),
         }
     }
 

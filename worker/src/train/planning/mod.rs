@@ -14,7 +14,8 @@ mod planner;
 mod search;
 mod step_times;
 
-pub use candidate::{Candidate, Machines};
+pub use candidate::Candidate;
 pub use estimate::{Estimate, Footprint, StepTraffic};
 pub use planner::{Adjustment, Advice, Comparison};
 pub use search::{FoundLayout, LayoutSearch};
+pub use step_times::Machines;

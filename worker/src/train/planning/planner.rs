@@ -1,8 +1,9 @@
 //! The costs of a configuration on machines that need not exist: all strategies side by side, which one to take, and
 //! settings with which `zero3` fits if no strategy does.
 
-use super::candidate::{Candidate, Machines, under};
+use super::candidate::{Candidate, under};
 use super::search::settings;
+use super::step_times::Machines;
 use crate::config::{OptimizerOffload, Recompute, Strategy, TrainConfig};
 use crate::mesh::DATA;
 use crate::model::ModelPart;
@@ -52,9 +53,7 @@ impl Comparison {
                 None => Advice::Change(adjustment(config, machines)?),
             }),
         };
-        let [first, ..] = candidates.as_slice() else {
-            unreachable!("`ddp` is possible everywhere");
-        };
+        let first = candidates.first().expect("`ddp` is possible everywhere");
         let (parameters, batch) = (first.estimate.parameters, first.batch);
         Ok(Self {
             model: network(config, Dtypes::of(config), &ModelPart::WHOLE)?.name,
@@ -98,22 +97,12 @@ pub struct Adjustment {
 /// Of the strategies that fit, the one that sends least.
 fn choice(candidates: &[Candidate]) -> Option<Strategy> {
     let sent = |candidate: &Candidate| candidate.sent.along(&DATA);
-    let find = |strategy| {
-        candidates
-            .iter()
-            .find(move |candidate| candidate.strategy == strategy)
-    };
-    let fitting = PREFERENCE.into_iter().filter_map(find);
-    let best = fitting
-        .filter(|candidate| candidate.fits == Some(true))
-        // A difference of less than 1 % is padding.
-        .reduce(|best, next| {
-            if sent(next) * 100 < sent(best) * 99 {
-                next
-            } else {
-                best
-            }
-        });
+    let fits = |candidate: &&Candidate| candidate.fits == Some(true);
+    let in_order = PREFERENCE.map(|strategy| candidates.iter().find(|found| found.strategy == strategy));
+    // A difference of less than 1 % is padding.
+    let is_less = |next, best| sent(next) * 100 < sent(best) * 99;
+    let fitting = in_order.into_iter().flatten().filter(fits);
+    let best = fitting.reduce(|best, next| if is_less(next, best) { next } else { best });
     best.map(|candidate| candidate.strategy)
 }
 

@@ -10,8 +10,8 @@ use std::collections::BTreeMap;
 
 use serde_json::{Value, json};
 
-use super::candidate::{Candidate, Machines, PlannedMesh, exchanged, under};
-use super::step_times::BusyTimes;
+use super::candidate::{Candidate, PlannedMesh, exchanged, under};
+use super::step_times::{BusyTimes, Machines};
 use crate::config::{PipelineSchedule, ShardGroup, Strategy, TrainConfig};
 use crate::mesh::DATA;
 use crate::train::TrainError;
@@ -177,7 +177,7 @@ fn meshes(config: &TrainConfig, machines: &Machines) -> Result<Vec<UnscheduledMe
             if samples.is_multiple_of(data) {
                 config.train.grad_accumulation = samples / data;
                 config.parallel.pipeline.stages = stages;
-                let busy = BusyTimes::of(&config, (cluster, machines.flops), exchanged)?;
+                let busy = BusyTimes::of(&config, machines, exchanged)?;
                 meshes.push(UnscheduledMesh {
                     config: under(&config, Strategy::Ddp),
                     busy,

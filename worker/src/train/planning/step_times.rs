@@ -13,11 +13,13 @@
 //! the layer's weight gradient meanwhile (`NormedDense::backward`). The table does not count this
 //! overlap, so a run with tensor groups can be faster by that much.
 
+use std::ops::Range;
+
 use crate::config::{Sync, TrainConfig};
 use crate::mesh::{Axis, MeshShape};
 use crate::parallel::Dtypes;
 use crate::parallel::pipeline::{Links, PipelinePlan, RankTimeline, Simulation, StageCosts};
-use crate::plan::{Cluster, Sent, Work};
+use crate::plan::{Cluster, Sent};
 use crate::train::TrainError;
 use crate::train::planning::estimate::StepTraffic;
 use crate::train::strategy::layer_work;
@@ -27,6 +29,19 @@ use crate::train::strategy::layer_work;
 const LONGEST_TICKS: f64 = 1e9;
 /// Operations per second if the rate is not known: bubbles do not depend on it.
 const ANY_RATE: f64 = 1e12;
+
+/// The machines of a plan.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Machines {
+    /// Nodes, ranks, wires.
+    pub cluster: Cluster,
+    /// Bytes of a device that training may use, if known.
+    pub memory: Option<u64>,
+    /// Floating-point operations a second of a device, if known.
+    pub flops: Option<f64>,
+    /// Devices with memory of their own: what is offloaded to the host is not in it.
+    pub has_own_memory: bool,
+}
 
 /// What a rank does in a step, on average, in seconds; none of it depends on its pipeline's schedule.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -42,11 +57,7 @@ pub(super) struct BusyTimes {
 impl BusyTimes {
     /// `exchanged`: bytes that a rank sends to its tensor group in one micro-batch of the whole
     /// model.
-    pub(super) fn of(
-        config: &TrainConfig,
-        (cluster, flops): (&Cluster, Option<f64>),
-        exchanged: u64,
-    ) -> Result<Self, TrainError> {
+    pub(super) fn of(config: &TrainConfig, machines: &Machines, exchanged: u64) -> Result<Self, TrainError> {
         let (tensor, stages) = (
             config.parallel.tensor as u64,
             config.parallel.pipeline.stages as f64,
@@ -57,11 +68,11 @@ impl BusyTimes {
             ranks: tensor,
             stride: 1,
         };
-        let exchange = cluster.least_seconds(&[to_group]);
+        let exchange = machines.cluster.least_seconds(&[to_group]);
         let [layer, head] = layer_work(config)?;
         let work = (layers * layer.total() + head.total()) as f64 * tokens(config) / tensor as f64;
         Ok(Self {
-            compute: flops.map(|rate| micro_batches * work / rate / stages),
+            compute: machines.flops.map(|rate| micro_batches * work / rate / stages),
             tensor: exchange.map(|seconds| micro_batches * seconds / stages),
             exchange: exchange.unwrap_or(0.0) / layers as f64,
         })
@@ -91,31 +102,34 @@ pub(super) struct StepTimes {
 }
 
 impl StepTimes {
-    /// Times of a configuration on a mesh of `cluster`. The plan may have fewer micro-batches than
+    /// Times of a configuration on a mesh of machines. The plan may have fewer micro-batches than
     /// a step: no rank waits for those in the middle of a step.
     pub(super) fn of(
         config: &TrainConfig,
-        (cluster, flops): (&Cluster, Option<f64>),
+        machines: &Machines,
         (mesh, plan): (&MeshShape, &PipelinePlan),
         busy: BusyTimes,
     ) -> Result<Self, TrainError> {
         let tensor = mesh.size(&[Axis::Tensor]) as u64;
         let [layer, head] = layer_work(config)?;
-        let costs = Costs {
-            layer,
-            head,
-            seconds_an_operation: tokens(config) / tensor as f64 / flops.unwrap_or(ANY_RATE),
-            exchange: busy.exchange,
-        };
+        let seconds_an_operation = tokens(config) / tensor as f64 / machines.flops.unwrap_or(ANY_RATE);
         let last = plan.layers().len() - 1;
-        let stages = plan.layers().iter().enumerate();
-        let seconds = stages.map(|(stage, layers)| costs.of_stage(layers.len(), stage == last));
-        let seconds: Vec<[f64; 3]> = seconds.collect();
+        // F, I and W of a stage.
+        let of_stage = |(stage, layers): (usize, &Range<usize>)| {
+            let (layers, head) = (layers.len() as u64, if stage == last { head.model } else { 0 });
+            let [product, again] = [layers * layer.model + head, layers * layer.repeated]
+                .map(|operations| operations as f64 * seconds_an_operation);
+            let (third, exchange) = (product / 3.0, busy.exchange * layers as f64 / 2.0);
+            [third + exchange, third + again + exchange, third]
+        };
+        let seconds: Vec<[f64; 3]> = plan.layers().iter().enumerate().map(of_stage).collect();
         let message = match mesh.size(&[Axis::Pipeline]) {
             1 => Some(0.0),
-            _ => cluster.message_seconds(message_bytes(config, tensor), mesh.stride(Axis::Pipeline) as u64),
+            _ => machines
+                .cluster
+                .message_seconds(message_bytes(config, tensor), mesh.stride(Axis::Pipeline) as u64),
         };
-        let transit = message.filter(|_| flops.is_some()).unwrap_or(0.0);
+        let transit = message.filter(|_| machines.flops.is_some()).unwrap_or(0.0);
         let tick = seconds.iter().flatten().copied().fold(transit, f64::max) / LONGEST_TICKS;
         let costs: Vec<StageCosts> = seconds.iter().map(|seconds| in_ticks(*seconds, tick)).collect();
         let links = Links {
@@ -170,29 +184,6 @@ impl StepTimes {
         } else {
             pipeline + all?
         })
-    }
-}
-
-/// Costs of a stage.
-struct Costs {
-    layer: Work,
-    head: Work,
-    seconds_an_operation: f64,
-    /// Seconds of exchanges within the tensor group, per layer.
-    exchange: f64,
-}
-
-impl Costs {
-    /// Seconds of F, I and W.
-    fn of_stage(&self, layers: usize, is_last: bool) -> [f64; 3] {
-        let head = if is_last { self.head.model } else { 0 };
-        let [product, again] = [
-            layers as u64 * self.layer.model + head,
-            layers as u64 * self.layer.repeated,
-        ]
-        .map(|operations| operations as f64 * self.seconds_an_operation);
-        let (third, exchange) = (product / 3.0, self.exchange * layers as f64 / 2.0);
-        [third + exchange, third + again + exchange, third]
     }
 }
 

@@ -2,10 +2,9 @@
 
 use std::ops::Range;
 
-use crate::data::{Tokens, eval_blocks, fill_eval_batch};
-use crate::device::DeviceError;
+use crate::data::{Tokens, eval_blocks, fill_batch};
 use crate::mesh::DATA;
-use crate::model::{Activation, GradSink, Hooks, NoHooks};
+use crate::model::{GradSink, Hooks, NoHooks, sum_of_losses};
 use crate::parallel::pipeline::Action;
 use crate::session::Session;
 use crate::train::TrainError;
@@ -15,64 +14,54 @@ use crate::train::row_state::RowPurpose;
 use crate::train::run_row::{EnqueuedAction, NoGradients, RowCaller, run_row};
 use crate::train::world::World;
 
-/// The held-out text, cut into blocks.
-pub(crate) struct Evaluation {
-    tokens: Tokens,
-    block_size: usize,
-}
-
-impl Evaluation {
-    pub(crate) fn new(tokens: Tokens, block_size: usize) -> Self {
-        Self { tokens, block_size }
+/// Mean loss over all positions of all blocks of the held-out text. Shares may be uneven: every position weighs the same.
+/// Every rank must call it.
+pub(super) fn mean_loss(
+    (tokens, block_size): (&Tokens, usize),
+    session: &Session,
+    world: &World,
+    replica: &mut Replica,
+    rank_table: &RankTable,
+) -> Result<f64, TrainError> {
+    let rows = replica.positions() / block_size;
+    let blocks = tokens.blocks(block_size);
+    let ranks = world.mesh.size(&DATA);
+    let share = |rank: usize| eval_blocks(blocks, rank as u64, ranks as u64);
+    let mine = share(world.mesh.index(&DATA));
+    let passes = |share: Range<u64>| (share.end - share.start).div_ceil(rows as u64);
+    let needed = if replica.parameters.moves_together() {
+        // A rank without blocks still takes part in gathering the parameters.
+        (0..ranks).map(share).map(passes).max().unwrap_or(0)
+    } else {
+        passes(mine.clone())
+    };
+    let mut row = EvaluationRow {
+        tokens,
+        block_size,
+        session,
+        mine,
+        rows: rows as u64,
+        done: 0,
+        total: 0.0,
+        positions: 0,
+        hooks: NoHooks,
+        grads: NoGradients,
+    };
+    while row.done < needed {
+        // As many as a step has: so the memory of activations suffices.
+        let count = (needed - row.done).min(replica.plan.micro_batches() as u64);
+        run_row(replica, RowPurpose::Evaluation, count as usize, &mut row)?;
+        row.done += count;
     }
-
-    /// Mean loss over all positions of all blocks. Shares may be uneven: every position weighs the same. Every rank
-    /// must call it.
-    pub(crate) fn mean_loss(
-        &self,
-        session: &Session,
-        world: &World,
-        replica: &mut Replica,
-        rank_table: &RankTable,
-    ) -> Result<f64, TrainError> {
-        let rows = replica.positions() / self.block_size;
-        let blocks = self.tokens.blocks(self.block_size);
-        let ranks = world.mesh.size(&DATA);
-        let share = |rank: usize| eval_blocks(blocks, rank as u64, ranks as u64);
-        let mine = share(world.mesh.index(&DATA));
-        let passes = |share: std::ops::Range<u64>| (share.end - share.start).div_ceil(rows as u64);
-        let needed = if replica.parameters.moves_together() {
-            // A rank without blocks still takes part in gathering the parameters.
-            (0..ranks).map(share).map(passes).max().unwrap_or(0)
-        } else {
-            passes(mine.clone())
-        };
-        let mut row = EvaluationRow {
-            evaluation: self,
-            session,
-            mine,
-            rows: rows as u64,
-            done: 0,
-            total: 0.0,
-            positions: 0,
-            hooks: NoHooks,
-            grads: NoGradients,
-        };
-        while row.done < needed {
-            // As many as a step has: so the memory of activations suffices.
-            let count = (needed - row.done).min(replica.plan.micro_batches() as u64);
-            run_row(replica, RowPurpose::Evaluation, count as usize, &mut row)?;
-            row.done += count;
-        }
-        let shares = rank_table.gather("validation loss", [row.total, row.positions as f64])?;
-        let sum = |column: usize| shares.iter().map(|share| share[column]).sum::<f64>();
-        Ok(sum(0) / sum(1))
-    }
+    let shares = rank_table.gather("validation loss", [row.total, row.positions as f64])?;
+    let sum = |column: usize| shares.iter().map(|share| share[column]).sum::<f64>();
+    Ok(sum(0) / sum(1))
 }
 
 /// This rank's share of an evaluation.
 struct EvaluationRow<'a> {
-    evaluation: &'a Evaluation,
+    tokens: &'a Tokens,
+    block_size: usize,
     session: &'a Session,
     /// The blocks of this rank.
     mine: Range<u64>,
@@ -107,9 +96,9 @@ impl RowCaller for EvaluationRow<'_> {
     }
 
     fn read(&mut self, _replica: &Replica, action: Action, batch: &mut MicroBatch) -> Result<(), TrainError> {
-        let Evaluation { tokens, block_size } = self.evaluation;
         let rows = (&mut batch.inputs[..], &mut batch.targets[..]);
-        Ok(fill_eval_batch(tokens, self.blocks(action), *block_size, rows)?)
+        fill_batch(self.tokens, self.blocks(action), self.block_size, rows)?;
+        Ok(())
     }
 
     fn sinks(&mut self) -> (&mut dyn Hooks, &mut dyn GradSink) {
@@ -119,18 +108,10 @@ impl RowCaller for EvaluationRow<'_> {
     fn after(&mut self, replica: &Replica, enqueued: EnqueuedAction) -> Result<(), TrainError> {
         if let Some(losses) = enqueued.losses.filter(|_| replica.counts_losses()) {
             let blocks = self.blocks(enqueued.action);
-            self.total += sum_of(&replica.world, &losses)?;
-            self.positions += (blocks.end - blocks.start) as usize * self.evaluation.block_size;
+            let World { device, stream, .. } = &replica.world;
+            self.total += sum_of_losses(device.as_ref(), *stream, &losses)?;
+            self.positions += (blocks.end - blocks.start) as usize * self.block_size;
         }
         Ok(())
     }
-}
-
-/// Sum of the losses of a micro-batch's positions, ignored ones not counted. Synchronises.
-fn sum_of(world: &World, losses: &Activation) -> Result<f64, DeviceError> {
-    let bytes = world.device.download(world.stream, losses.buffer())?;
-    let losses = bytes
-        .chunks_exact(size_of::<f32>())
-        .map(bytemuck::pod_read_unaligned::<f32>);
-    Ok(losses.map(f64::from).sum())
 }

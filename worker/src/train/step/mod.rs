@@ -12,6 +12,6 @@ mod nonfinite;
 mod step_record;
 mod trainer;
 
-pub(super) use evaluation::Evaluation;
 pub(super) use step_record::StepRecord;
-pub(super) use trainer::{Outcome, Trainer, TrainerParts};
+pub use trainer::RunSummary;
+pub(super) use trainer::{Trainer, TrainerParts};

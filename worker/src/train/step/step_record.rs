@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use crate::collective::{WireBytes, Work};
 use crate::device::Fetch;
+use crate::metrics::MetricsLine;
 use crate::parallel::{CommTimes, DeviceTimes};
 use crate::train::TrainError;
 use crate::train::rank_table::StepRows;
@@ -34,22 +35,12 @@ impl StepTimes {
 /// One finished step.
 #[derive(Clone, Debug)]
 pub(crate) struct StepRecord {
-    /// Steps finished, this one included.
-    pub(crate) step: u64,
-    /// Samples of all ranks.
-    pub(crate) samples: u64,
-    /// Mean over all ranks.
-    pub(crate) loss: f64,
-    pub(crate) val_loss: Option<f64>,
-    pub(crate) lr: f32,
-    pub(crate) grad_norm: f32,
-    /// Steps skipped so far.
-    pub(crate) skipped: u64,
-    pub(crate) times: StepTimes,
-    /// Bytes that this rank sent.
-    pub(crate) sent: WireBytes,
-    /// Time for which checkpoints held training up since the step before.
-    pub(crate) stalled: Duration,
+    /// The line of `metrics.jsonl`, without the memory of this rank.
+    pub(crate) line: MetricsLine,
+    /// Tokens of all ranks.
+    pub(crate) tokens: u64,
+    /// Wall time of the step.
+    pub(crate) time: Duration,
     /// A rank was asked to stop after this step.
     pub(crate) stop: bool,
 }

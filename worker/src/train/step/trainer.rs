@@ -6,17 +6,19 @@
 //! enqueued.
 
 use std::collections::VecDeque;
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use ddp_proto::control::{Phase, Progress};
 
-use super::evaluation::Evaluation;
+use super::evaluation::mean_loss;
 use super::nonfinite::{Decision, Inspection, Skips};
 use super::step_record::{EnqueuedStep, StepRecord, StepResult, StepTimes};
 use crate::collective::{WireBytes, Work};
 use crate::config::{Train, TrainConfig};
-use crate::data::Loader;
-use crate::mesh::{Axis, DATA};
+use crate::data::{Loader, Tokens};
+use crate::mesh::Axis;
+use crate::metrics::{Memory, MetricsLine};
 use crate::model::{GradSink, Hooks, ModelPart, NoHooks, SampleKey};
 use crate::optim::{Clip, Optimizer, UpdateStep, batch_factor, learning_rate};
 use crate::parallel::pipeline::{Action, ActionKind};
@@ -49,7 +51,8 @@ pub(crate) struct TrainerParts<'a> {
     pub(crate) rank_table: RankTable,
     pub(crate) step_table: StepTable,
     pub(crate) loader: Loader,
-    pub(crate) evaluation: Evaluation,
+    /// The held-out text.
+    pub(crate) validation: Tokens,
     pub(crate) checkpoints: Checkpoints,
     pub(crate) window: ProfilingWindow,
     /// Steps that were finished when this life of the run began.
@@ -73,12 +76,7 @@ impl TrainerParts<'_> {
 
     /// The global batch of a step that is not short.
     pub(crate) fn global_batch(&self) -> GlobalBatch {
-        GlobalBatch {
-            ranks: self.world.mesh.size(&DATA) as u64,
-            accumulation: self.config.train.grad_accumulation as u64,
-            micro_batch: self.config.train.micro_batch as u64,
-            block_size: self.config.model.block_size as u64,
-        }
+        GlobalBatch::of(self.config, &self.spec.strategy.mesh)
     }
 
     /// Bytes sent so far.
@@ -134,7 +132,7 @@ impl TrainerParts<'_> {
     /// the only place that scales a gradient, and reductions are plain sums.
     fn begin_passes(&mut self, step: u64) -> u64 {
         let passes = self.loader.passes(step);
-        let positions = self.loader.samples(step).count * self.config.model.block_size as u64;
+        let positions = self.loader.sample_count(step) * self.config.model.block_size as u64;
         self.replica.weigh(1.0 / positions as f64);
         passes
     }
@@ -172,10 +170,6 @@ impl TrainerParts<'_> {
         inspection.run()
     }
 
-    fn close_window(&mut self, done: u64) -> Result<(), TrainError> {
-        (self.window).close(&self.world, &self.rank_table, self.session, done)
-    }
-
     /// Compares the parameters of ranks that must hold the same.
     fn verify(&self, done: u64) -> Result<(), TrainError> {
         match self.replica.parameters.difference(done)? {
@@ -186,8 +180,14 @@ impl TrainerParts<'_> {
 
     /// Loss of the held-out text.
     fn validate(&mut self) -> Result<f64, TrainError> {
-        self.evaluation
-            .mean_loss(self.session, &self.world, &mut self.replica, &self.rank_table)
+        let text = (&self.validation, self.config.model.block_size);
+        mean_loss(
+            text,
+            self.session,
+            &self.world,
+            &mut self.replica,
+            &self.rank_table,
+        )
     }
 
     fn stop_cause(&self) -> String {
@@ -211,17 +211,19 @@ pub(crate) struct Trainer<'a> {
     progress: Option<Progress>,
 }
 
-/// How the loop ended.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct Outcome {
+/// The result of a run, as one rank knows it.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct RunSummary {
     /// Steps finished since the run began.
-    pub(crate) steps: u64,
-    /// Training loss of the last step of this life.
-    pub(crate) loss: Option<f64>,
-    /// Validation loss at the end.
-    pub(crate) val_loss: Option<f64>,
+    pub steps: u64,
+    /// Training loss of the last step of this life, mean over all ranks. `None` if no step was left.
+    pub loss: Option<f64>,
+    /// Validation loss at the end. `None` if the run was stopped before.
+    pub val_loss: Option<f64>,
     /// Why the run was asked to stop early.
-    pub(crate) stopped: Option<String>,
+    pub stopped: Option<String>,
+    /// The run's directory.
+    pub out_dir: PathBuf,
 }
 
 /// Called with each finished step; returns what the agent's progress bar shows.
@@ -234,7 +236,7 @@ impl<'a> Trainer<'a> {
         let accounted = parts.sent();
         parameters.updated()?;
         // The first step has not begun.
-        let _ = parameters.take_times();
+        let _ = parameters.tracker().take_times();
         Ok(Self {
             skips: Skips::new(train.on_nonfinite, train.max_skips),
             finished: Instant::now(),
@@ -256,7 +258,7 @@ impl<'a> Trainer<'a> {
         &mut self,
         reducer: &mut Reducer,
         on_step: &mut OnStep<'_>,
-        outcome: &mut Outcome,
+        outcome: &mut RunSummary,
     ) -> Result<(), TrainError> {
         let (train, first_step) = (&self.parts.config.train, self.parts.first_step);
         outcome.steps = first_step;
@@ -278,7 +280,9 @@ impl<'a> Trainer<'a> {
             self.finish_steps(&mut queue, (kept, due), reducer, on_step, outcome)?;
             let is_over = self.parts.window.closes_with(step + 1) || outcome.stopped.is_some();
             if is_over && self.parts.window.is_open() {
-                self.between_steps(|parts| parts.close_window(step + 1))?;
+                self.between_steps(|parts| {
+                    (parts.window).close(&parts.world, &parts.rank_table, parts.session, step + 1)
+                })?;
             }
             if due.verification {
                 self.between_steps(|parts| parts.verify(step + 1))?;
@@ -320,19 +324,19 @@ impl<'a> Trainer<'a> {
         (kept, due): (usize, Due),
         reducer: &mut Reducer,
         on_step: &mut OnStep<'_>,
-        outcome: &mut Outcome,
+        outcome: &mut RunSummary,
     ) -> Result<(), TrainError> {
         while queue.len() > kept || (outcome.stopped.is_some() && !queue.is_empty()) {
             let Some(oldest) = queue.pop_front() else { break };
             let mut record = self.record_of(oldest, reducer)?;
             if due.validation && queue.is_empty() {
-                record.val_loss = Some(self.validate(record.step)?);
-                outcome.val_loss = record.val_loss;
+                record.line.val_loss = Some(self.validate(record.line.step)?);
+                outcome.val_loss = record.line.val_loss;
             }
-            outcome.steps = record.step;
-            outcome.loss = Some(record.loss);
+            outcome.steps = record.line.step;
+            outcome.loss = Some(record.line.loss);
             self.progress = on_step(&record, &self.parts);
-            self.beat(record.step, Phase::Training);
+            self.beat(record.line.step, Phase::Training);
             if record.stop && outcome.stopped.is_none() {
                 outcome.stopped = Some(self.parts.stop_cause());
             }
@@ -405,22 +409,43 @@ impl<'a> Trainer<'a> {
             }
             _ => {}
         }
+        let stalled = self.parts.checkpoints.take_stalled();
+        let (loader, env) = (&self.parts.loader, self.parts.session.env());
+        let block_size = self.parts.config.model.block_size as u64;
+        let tokens = samples * block_size;
+        let ms = |duration: Duration| duration.as_secs_f64() * 1e3;
         Ok(StepRecord {
-            step: step + 1,
-            samples,
-            loss: result.rows.mean_loss(),
-            val_loss: None,
-            lr,
-            grad_norm: result.norm,
-            skipped: self.skips.total(),
-            times,
-            stalled: self.parts.checkpoints.take_stalled(),
-            sent,
+            line: MetricsLine {
+                step: step + 1,
+                epoch: loader.epoch_before(step + 1),
+                loss: result.rows.mean_loss(),
+                val_loss: None,
+                lr: f64::from(lr),
+                grad_norm: f64::from(result.norm),
+                skipped: self.skips.total(),
+                tokens: loader.consumed_before(step + 1) * block_size,
+                tokens_per_s: tokens as f64 / times.step.as_secs_f64().max(1e-9),
+                step_ms: ms(times.step),
+                data_ms: ms(times.data),
+                forward_ms: ms(times.forward),
+                backward_ms: ms(times.backward),
+                comm_ms: ms(times.comm),
+                comm_exposed_ms: ms(times.exposed),
+                share_ms: ms(times.share),
+                optimizer_ms: ms(times.optimizer),
+                checkpoint_ms: ms(stalled),
+                wire_bytes: sent,
+                world_size: env.world_size.get(),
+                generation: env.generation.get(),
+                memory: Memory::default(),
+            },
+            tokens,
+            time: times.step,
             stop: result.rows.stop(),
         })
     }
 
-    /// Work between two steps, when nothing is in flight. What it sends, and waits for, is of no step, and
+    /// Work between two steps, when nothing is in flight. Its traffic and waits count for no step, and
     /// not in the timeline.
     fn between_steps<T>(
         &mut self,
@@ -429,7 +454,8 @@ impl<'a> Trainer<'a> {
         self.parts.replica.parameters.drain()?;
         // As what it sent, the time of the update before belongs to the next step. All of it has ended.
         let parameters = &self.parts.replica.parameters;
-        self.carried += parameters.take_times().comm + parameters.take_device_times().times().comm;
+        self.carried +=
+            parameters.tracker().take_times().comm + parameters.tracker().take_device_times().times().comm;
         let before = self.parts.sent();
         let timeline = self.parts.world.comm.timeline().clone();
         timeline.pause();
@@ -524,14 +550,15 @@ impl<'a> Trainer<'a> {
             .end_span(span, Kind::Optimizer, || "update".to_owned());
         let fetches = [parts.step_table.fetch(), device.fetch(stream, &parts.clip.norm())];
         parameters.updated()?;
-        let waited = times.account(parameters.take_times()) + times.share.saturating_sub(shared_before);
+        let waited =
+            times.account(parameters.tracker().take_times()) + times.share.saturating_sub(shared_before);
         times.optimizer = norm_began.elapsed().saturating_sub(waited);
         parts
             .world
             .end_span(whole, Kind::Step, || format!("step {}", step + 1));
         Ok(EnqueuedStep {
             step,
-            samples: parts.loader.samples(step).count,
+            samples: parts.loader.sample_count(step),
             lr,
             times,
             device_times,

@@ -1,9 +1,8 @@
 //! What a card refuses of a launch, whatever the kernel does: limits of the CUDA C++ Programming Guide's table of compute
 //! capabilities.
 
-use ddp_worker::device::cuda::{Arch, Grid};
+use ddp_worker::device::cuda::Arch;
 use ddp_worker::ops::cuda::{Arg, Call};
-use ddp_worker::ops::units;
 
 use super::cubin::Resources;
 
@@ -136,113 +135,4 @@ fn bytes(arg: &Arg) -> usize {
         Arg::U32(_) | Arg::F32(_) => 4,
         Arg::Table(words) => 8 * words.len(),
     }
-}
-
-/// A kernel of so many registers a thread, compiled for 1,024 of them.
-fn of_registers(registers: u32) -> Resources {
-    Resources {
-        registers,
-        max_threads: THREADS,
-        ..Resources::default()
-    }
-}
-
-/// What is said of a launch on a card with little shared memory.
-fn refusals(kernel: &Resources, grid: Grid, args: Vec<Arg>) -> Vec<String> {
-    let call = Call {
-        source: units()[0].source,
-        kernel: "none",
-        defines: Vec::new(),
-        grid,
-        args,
-    };
-    CARDS[1].refusals(kernel, &call)
-}
-
-#[track_caller]
-fn assert_refused(kernel: &Resources, grid: Grid, expected: &str) {
-    let found = refusals(kernel, grid, Vec::new());
-    assert!(
-        found.len() == 1 && found[0].contains(expected),
-        "{grid:?}: {found:?}"
-    );
-}
-
-#[track_caller]
-fn assert_launched(kernel: &Resources, grid: Grid) {
-    assert_eq!(refusals(kernel, grid, Vec::new()), [""; 0]);
-}
-
-#[test]
-fn too_many_threads_or_registers_are_refused() {
-    let lean = of_registers(32);
-    assert_launched(&lean, Grid::linear(1 << 20, 1024));
-    assert_refused(&lean, Grid::linear(1, 2048), "2048 × 1 × 1 threads");
-    assert_refused(&lean, Grid::linear(1, 0), "0 × 1 × 1 threads");
-    let deep = Grid {
-        threads: [1, 1, 128],
-        ..Grid::linear(1, 1)
-    };
-    assert_refused(&lean, deep, "1 × 1 × 128 threads");
-    let narrow = Resources {
-        max_threads: 128,
-        ..lean
-    };
-    assert_refused(&narrow, Grid::linear(1, 256), "compiled for 128");
-    assert_launched(&of_registers(255), Grid::linear(1, 256));
-    assert_refused(
-        &of_registers(255),
-        Grid::linear(1, 257),
-        "9 warps of 255 registers",
-    );
-    assert_launched(&of_registers(64), Grid::linear(1, 1024));
-    assert_refused(
-        &of_registers(65),
-        Grid::linear(1, 1024),
-        "32 warps of 65 registers",
-    );
-}
-
-#[test]
-fn too_many_blocks_are_refused() {
-    let lean = of_registers(32);
-    let grid = |blocks| Grid {
-        blocks,
-        ..Grid::linear(1, 1)
-    };
-    assert_launched(&lean, grid([(1 << 31) - 1, 65_535, 65_535]));
-    for blocks in [[1 << 31, 1, 1], [1, 65_536, 1], [1, 1, 65_536]] {
-        assert_refused(&lean, grid(blocks), "blocks");
-    }
-}
-
-#[test]
-fn too_much_shared_memory_is_refused() {
-    let lean = of_registers(32);
-    let shares = Resources {
-        shared_bytes: 1 << 10,
-        ..lean.clone()
-    };
-    let grid = |bytes| Grid::linear(1, 1).with_shared(bytes);
-    assert_launched(&lean, grid(99 << 10));
-    assert_refused(&lean, grid((99 << 10) + 1), "of 101376");
-    assert_launched(&shares, grid(98 << 10));
-    assert_refused(&shares, grid(99 << 10), "of 101376");
-}
-
-#[test]
-fn other_or_too_many_parameters_are_refused() {
-    let takes = |parameters| Resources {
-        parameters,
-        ..of_registers(32)
-    };
-    let refusals = |sizes, args| refusals(&takes(sizes), Grid::linear(1, 1), args);
-    assert_eq!(
-        refusals(vec![8, 4], vec![Arg::U64(0), Arg::U64(0)]),
-        ["arguments of [8, 8] bytes for parameters of [8, 4]"]
-    );
-    assert_eq!(
-        refusals(vec![4104], vec![Arg::Table(vec![0; 513])]),
-        ["4104 bytes of parameters"]
-    );
 }

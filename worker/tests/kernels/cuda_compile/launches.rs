@@ -2,12 +2,11 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
+use std::path::Path;
 use std::sync::Arc;
 
-use ddp_worker::device::cuda::CompileUnit;
+use ddp_worker::device::cuda::{CompileUnit, Define};
 use ddp_worker::ops::cuda::Call;
-use ddp_worker::ops::units;
-use ddp_worker::optim;
 
 use super::card::{self, CARDS, Card};
 use super::compiled::{self, compiled};
@@ -30,6 +29,7 @@ const ALL_THREADS: u32 = 1024;
 /// How many bytes it is depends a little on the compiler: so many with NVRTC 12.9 and 13.2.
 fn local_bytes(call: &Call) -> u32 {
     let has_mask = call
+        .unit
         .defines
         .iter()
         .any(|define| define.to_string() == "DROPOUT=1");
@@ -55,7 +55,7 @@ fn seen(paper: &Paper, cards: &[Card]) -> Option<Vec<Seen>> {
     let launches = paper.launches();
     let units: BTreeMap<String, CompileUnit> = launches
         .iter()
-        .map(|launch| CompileUnit::new(launch.call.source, &launch.call.defines))
+        .map(|launch| launch.call.unit.clone())
         .map(|unit| (unit.to_string(), unit))
         .collect();
     let units: Vec<CompileUnit> = units.into_values().collect();
@@ -72,7 +72,7 @@ fn seen(paper: &Paper, cards: &[Card]) -> Option<Vec<Seen>> {
             )
             .collect();
         for launch in &launches {
-            let unit = CompileUnit::new(launch.call.source, &launch.call.defines).to_string();
+            let unit = launch.call.unit.to_string();
             let kernel = known[&unit].get(launch.call.kernel);
             let kernel = kernel.unwrap_or_else(|| panic!("`{unit}` has no kernel `{}`", launch.call.kernel));
             assert!(
@@ -97,7 +97,7 @@ impl Seen {
     /// Which launch on which card, for errors.
     fn which(&self) -> String {
         let call = &self.launch.call;
-        let unit = CompileUnit::new(call.source, &call.defines);
+        let unit = &call.unit;
         format!(
             "{}, {}: `{}` of {unit}, {:?}",
             self.card.arch, self.launch.of, call.kernel, call.grid
@@ -137,13 +137,10 @@ fn every_launch_is_within_the_limits_of_every_card() {
     let asked: BTreeSet<&str> = paper
         .launches()
         .iter()
-        .map(|launch| launch.call.source.file)
+        .map(|launch| launch.call.unit.source.file)
         .collect();
-    let all: BTreeSet<&str> = [units(), optim::units()]
-        .iter()
-        .flatten()
-        .map(|unit| unit.source.file)
-        .collect();
+    let all = files();
+    let all: BTreeSet<&str> = all.iter().map(String::as_str).collect();
     assert_eq!(asked, all, "files whose kernels are launched");
     let Some(seen) = seen(&paper, &card::tested()) else {
         return;
@@ -163,6 +160,101 @@ fn every_launch_is_within_the_limits_of_every_card() {
         refused.len(),
         refused.join("\n")
     );
+}
+
+/// The files of kernels, by name.
+fn files() -> Vec<String> {
+    let folders =
+        ["src/ops/cuda", "src/optim"].map(|folder| Path::new(env!("CARGO_MANIFEST_DIR")).join(folder));
+    let entries = folders.iter().flat_map(|folder| folder.read_dir().unwrap());
+    let names = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    names.filter(|name| name.ends_with(".cu")).collect()
+}
+
+/// What other sizes than those of [`everything`] are compiled as: unaligned buffers, wide heads, shared heads.
+const OTHERS: [&str; 38] = [
+    "adamw.cu GRAD=bf16 COPY=0 SLOTS=2 RUNS=456 RATES=32 CONSTANTS=8 VEC=1",
+    "adamw.cu GRAD=f32 COPY=0 SLOTS=2 RUNS=456 RATES=32 CONSTANTS=8 VEC=1",
+    "attention.cu ACT=bf16 HEAD=48 TILE=64 DROPOUT=1",
+    "attention.cu ACT=f32 HEAD=256 TILE=32",
+    "attention.cu ACT=f32 HEAD=64 TILE=64 HEADS_PER_KV=4",
+    "attention.cu ACT=f32 HEAD=96 TILE=32",
+    "cast.cu FROM=bf16 TO=bf16 VEC=1",
+    "cast.cu FROM=bf16 TO=f32 VEC=1",
+    "cast.cu FROM=f32 TO=bf16 VEC=1",
+    "cast.cu FROM=f32 TO=f32 VEC=1",
+    "decode.cu ACT=bf16 HEAD=128 HEADS=4 VEC=8",
+    "decode.cu ACT=bf16 HEAD=64 HEADS=1 VEC=8",
+    "decode.cu ACT=f32 HEAD=64 HEADS=8 VEC=8",
+    "fill.cu ACT=bf16 VEC=1",
+    "fill.cu ACT=bf16 VEC=8",
+    "flash_backward.cu HEAD=128 WARPS=4 ROW_TILES=1 STEP=64 BLOCKS=1 PART=32 RESIDENT=1 HEADS_PER_KV=4",
+    "flash_backward.cu HEAD=32 WARPS=4 ROW_TILES=2 STEP=64 BLOCKS=2 PART=32 RESIDENT=2 HEADS_PER_KV=4",
+    "flash_backward.cu HEAD=64 WARPS=4 ROW_TILES=2 STEP=64 BLOCKS=2 PART=32 RESIDENT=1 HEADS_PER_KV=4",
+    "flash_forward.cu HEAD=128 WARPS=4 ROW_TILES=1 STEP=64 BLOCKS=2 HEADS_PER_KV=4",
+    "flash_forward.cu HEAD=32 WARPS=4 ROW_TILES=1 STEP=64 BLOCKS=4 HEADS_PER_KV=4",
+    "flash_forward.cu HEAD=64 WARPS=4 ROW_TILES=2 STEP=64 BLOCKS=2 HEADS_PER_KV=4",
+    "lion.cu GRAD=bf16 COPY=0 SLOTS=1 RUNS=456 RATES=32 CONSTANTS=8 VEC=1",
+    "lion.cu GRAD=f32 COPY=0 SLOTS=1 RUNS=456 RATES=32 CONSTANTS=8 VEC=1",
+    "muon.cu GRAD=bf16 COPY=0 SLOTS=0 RUNS=456 RATES=32 CONSTANTS=8 VEC=1",
+    "muon.cu GRAD=bf16 COPY=0 SLOTS=1 RUNS=456 RATES=32 CONSTANTS=8 VEC=1",
+    "muon.cu GRAD=f32 COPY=0 SLOTS=0 RUNS=456 RATES=32 CONSTANTS=8 VEC=1",
+    "muon.cu GRAD=f32 COPY=0 SLOTS=1 RUNS=456 RATES=32 CONSTANTS=8 VEC=1",
+    "norm.cu GRAD=bf16 VEC=1",
+    "norm.cu GRAD=f32 VEC=1",
+    "rotary.cu ACT=bf16 HEAD=128 VEC=8",
+    "row_norm.cu CENTERED=0 ACT=bf16 VEC=8 CHANNELS=128 ROW_THREADS=32",
+    "row_norm.cu CENTERED=0 ACT=f32 VEC=8 CHANNELS=128 ROW_THREADS=32",
+    "row_norm.cu CENTERED=1 ACT=bf16 VEC=8 CHANNELS=128 ROW_THREADS=32",
+    "row_norm.cu CENTERED=1 ACT=f32 VEC=8 CHANNELS=128 ROW_THREADS=32",
+    "sgd.cu GRAD=bf16 COPY=0 SLOTS=0 RUNS=456 RATES=32 CONSTANTS=8 VEC=1",
+    "sgd.cu GRAD=bf16 COPY=0 SLOTS=1 RUNS=456 RATES=32 CONSTANTS=8 VEC=1",
+    "sgd.cu GRAD=f32 COPY=0 SLOTS=0 RUNS=456 RATES=32 CONSTANTS=8 VEC=1",
+    "sgd.cu GRAD=f32 COPY=0 SLOTS=1 RUNS=456 RATES=32 CONSTANTS=8 VEC=1",
+];
+
+/// A unit by its text, which has the names of a unit that is launched.
+fn unit_of(text: &str, launched: &[Launch]) -> CompileUnit {
+    let leaked = |word: &str| -> &'static str { word.to_owned().leak() };
+    let (file, defines) = text.split_once(' ').expect("a file");
+    let defines = defines.split(' ').map(|define| {
+        let (name, value) = define.split_once('=').expect("a value");
+        match value.parse() {
+            Ok(number) => Define::number(leaked(name), number),
+            Err(_) => Define::word(leaked(name), leaked(value)),
+        }
+    });
+    let defines: Vec<Define> = defines.collect();
+    let of_file = launched.iter().map(|launch| &launch.call);
+    let of_file: Vec<&Call> = of_file.filter(|call| call.unit.source.file == file).collect();
+    let is_known = |define: &Define| {
+        let name = define.to_string().split('=').next().map(str::to_owned);
+        let mut known = of_file.iter().flat_map(|call| &call.unit.defines);
+        known.any(|known| known.to_string().split('=').next() == name.as_deref())
+    };
+    assert!(
+        defines.iter().all(is_known),
+        "`{text}` has a name that no launch has"
+    );
+    CompileUnit::new(of_file[0].unit.source, defines)
+}
+
+#[test]
+fn what_other_sizes_are_compiled_as_compiles_too() {
+    let launched = everything().launches();
+    let units = OTHERS.map(|text| unit_of(text, &launched));
+    assert_eq!(units.each_ref().map(ToString::to_string), OTHERS);
+    let Some(nvrtc) = compiled::nvrtc() else { return };
+    let mut failures = Vec::new();
+    for Card { arch, .. } in card::tested() {
+        let outcomes = compiled(&nvrtc, &units, arch);
+        failures.extend(
+            outcomes
+                .into_iter()
+                .filter_map(|outcome| Some(outcome.err()?.to_string())),
+        );
+    }
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
 }
 
 #[test]

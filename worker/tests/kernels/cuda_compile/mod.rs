@@ -20,8 +20,7 @@ mod launches;
 mod paper;
 mod training;
 
-use card::Card;
-use compiled::{compiled, nvrtc};
+use compiled::nvrtc;
 use ddp_worker::device::DeviceError;
 use ddp_worker::device::cuda::{Arch, CompileUnit, Define, KernelCache, KernelSource};
 
@@ -43,27 +42,8 @@ static BAD: KernelSource = KernelSource::with_headers(
 fn good(factor: i64) -> CompileUnit {
     CompileUnit::new(
         &GOOD,
-        &[Define::word("REAL", "float"), Define::number("FACTOR", factor)],
+        vec![Define::word("REAL", "float"), Define::number("FACTOR", factor)],
     )
-}
-
-#[test]
-fn every_kernel_compiles() {
-    let Some(nvrtc) = nvrtc() else { return };
-    let mut failures = Vec::new();
-    for Card { arch, .. } in card::tested() {
-        let outcomes = compiled(
-            &nvrtc,
-            &[ddp_worker::ops::units(), ddp_worker::optim::units()].concat(),
-            arch,
-        );
-        failures.extend(
-            outcomes
-                .into_iter()
-                .filter_map(|outcome| Some(outcome.err()?.to_string())),
-        );
-    }
-    assert!(failures.is_empty(), "{}", failures.join("\n"));
 }
 
 #[test]
@@ -84,7 +64,7 @@ fn a_unit_becomes_machine_code() {
 fn an_error_shows_the_file_and_its_line() {
     let Some(nvrtc) = nvrtc() else { return };
     let error = nvrtc
-        .compile(&CompileUnit::new(&BAD, &[]), Arch::SM_80)
+        .compile(&CompileUnit::new(&BAD, Vec::new()), Arch::SM_80)
         .unwrap_err();
     assert!(matches!(error, DeviceError::Compile { .. }), "{error}");
     let text = error.to_string();

@@ -51,7 +51,7 @@ impl Paper {
         let outcome = outcome.unwrap_or_else(|error| panic!("{of}: `{}`: {error}", op.name()));
         let mut launches = self.launches.lock().unwrap_or_else(PoisonError::into_inner);
         for call in outcome.calls {
-            let defines: Vec<String> = call.defines.iter().map(ToString::to_string).collect();
+            let defines: Vec<String> = call.unit.defines.iter().map(ToString::to_string).collect();
             let key = format!("{} {} {:?}", call.kernel, defines.join(" "), call.grid);
             launches
                 .entry(key)

@@ -47,13 +47,13 @@ pub(crate) fn kernel(call: &Call) -> Arc<OnceLock<Kernel>> {
 fn translation_unit(call: &Call) -> String {
     use std::fmt::Write;
     let mut text = String::new();
-    for define in &call.defines {
+    for define in &call.unit.defines {
         let define = define.to_string();
         let (name, value) = define.split_once('=').expect("a definition is NAME=VALUE");
         writeln!(text, "#define {name} {value}").unwrap();
     }
     text.push_str(include_str!("cuda.hpp"));
-    text.push_str(&included(call.source.file, call.source.text, call));
+    text.push_str(&included(call.unit.source.file, call.unit.source.text, call));
     writeln!(text, "\nCUDA_ON_CPU_KERNEL({})", call.kernel).unwrap();
     text
 }
@@ -64,7 +64,7 @@ fn included(name: &str, text: &str, call: &Call) -> String {
     for (index, line) in text.lines().enumerate() {
         if let Some(rest) = line.strip_prefix("#include \"") {
             let wanted = rest.trim_end_matches('"');
-            let header = call.source.headers.iter().find(|(name, _)| *name == wanted);
+            let header = call.unit.source.headers.iter().find(|(name, _)| *name == wanted);
             let (header, contents) = header.unwrap_or_else(|| panic!("`{name}` includes `{wanted}`"));
             lines.push(included(header, contents, call));
             lines.push(format!("#line {} \"{name}\"", index + 2));

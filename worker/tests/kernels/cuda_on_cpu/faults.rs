@@ -2,7 +2,7 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use ddp_worker::device::cuda::{Grid, KernelSource};
+use ddp_worker::device::cuda::{CompileUnit, Grid, KernelSource};
 use ddp_worker::device::{ArenaSpec, Buffer, DType, Device};
 use ddp_worker::ops::cuda::{Arg, Call, Plan};
 
@@ -80,9 +80,8 @@ fn run(kernel: &'static str, arg: impl FnOnce(Buffer) -> Arg) -> Result<Vec<f32>
         *x = i as f32;
     }
     let call = Call {
-        source: &SOURCE,
+        unit: CompileUnit::new(&SOURCE, Vec::new()),
         kernel,
-        defines: Vec::new(),
         grid: Grid::linear(1, 64).with_shared(64 * size_of::<f32>()),
         args: vec![arg(buffer.clone())],
     };
@@ -97,74 +96,28 @@ fn run(kernel: &'static str, arg: impl FnOnce(Buffer) -> Arg) -> Result<Vec<f32>
     Ok(buffer.host::<f32>().unwrap().to_vec())
 }
 
-#[track_caller]
-fn assert_complaint(kernel: &'static str, arg: impl FnOnce(Buffer) -> Arg, expected: &str) {
-    let found = run(kernel, arg);
-    assert!(
-        found.as_ref().is_err_and(|found| found.contains(expected)),
-        "`{kernel}`: {found:?}"
-    );
-}
-
-/// 63 to 0
-fn turned() -> Vec<f32> {
-    (0..64_u8).rev().map(f32::from).collect()
-}
-
 #[test]
-fn a_kernel_without_fault_passes() {
-    assert_eq!(run("good", Arg::Write), Ok(turned()));
-}
-
-#[test]
-fn a_copy_that_is_not_waited_for_does_not_arrive() {
-    assert_eq!(run("waits_for_copies", Arg::Write), Ok(turned()));
+fn each_fault_is_named_and_a_kernel_without_one_passes() {
+    let outside = "outside the buffers or the shared memory";
+    let stuck = "wait for each other for ever";
+    for (kernel, arg, expected) in [
+        ("no_barrier", Arg::Write as fn(Buffer) -> Arg, "gives other bits"),
+        ("barrier_for_some", Arg::Write, stuck),
+        ("shuffle_for_some", Arg::Write, stuck),
+        ("past_the_end", Arg::Write, "signal"),
+        ("far_past_the_end", Arg::Write, "signal"),
+        ("not_aligned", Arg::Write, "signal"),
+        ("past_the_shared_memory", Arg::Write, outside),
+        ("only_reads", Arg::Read, "is only read, and was written"),
+    ] {
+        let found = run(kernel, arg);
+        let is_named = found.as_ref().is_err_and(|found| found.contains(expected));
+        assert!(is_named, "`{kernel}`: {found:?}");
+    }
+    let turned: Vec<f32> = (0..64_u8).rev().map(f32::from).collect();
+    assert_eq!(run("good", Arg::Write), Ok(turned.clone()));
+    assert_eq!(run("waits_for_copies", Arg::Write), Ok(turned));
+    // A copy that is not waited for does not arrive.
     let found = run("does_not_wait_for_copies", Arg::Write).unwrap();
     assert!(found.iter().all(|x| x.is_nan()), "{found:?}");
-}
-
-#[test]
-fn a_missing_barrier_shows_in_another_order_of_threads() {
-    assert_complaint("no_barrier", Arg::Write, "gives other bits");
-}
-
-#[test]
-fn a_barrier_or_a_shuffle_that_some_do_not_reach_is_named() {
-    assert_complaint("barrier_for_some", Arg::Write, "wait for each other for ever");
-    assert_complaint("shuffle_for_some", Arg::Write, "wait for each other for ever");
-}
-
-#[test]
-fn accesses_outside_and_unaligned_are_caught() {
-    assert_complaint("past_the_end", Arg::Write, "signal");
-    assert_complaint("far_past_the_end", Arg::Write, "signal");
-    assert_complaint("not_aligned", Arg::Write, "signal");
-    assert_complaint(
-        "past_the_shared_memory",
-        Arg::Write,
-        "outside the buffers or the shared memory",
-    );
-}
-
-#[test]
-fn what_is_only_read_must_stay() {
-    assert_complaint("only_reads", Arg::Read, "is only read, and was written");
-}
-
-#[test]
-#[should_panic(expected = "size of argument 0 of `good`")]
-fn an_argument_of_another_size_is_refused() {
-    let device = Imitation::new(1);
-    let call = Call {
-        source: &SOURCE,
-        kernel: "good",
-        defines: Vec::new(),
-        grid: Grid::linear(1, 64),
-        args: vec![Arg::U32(1)],
-    };
-    let plan = Plan {
-        scratch_bytes: 0,
-        calls: vec![call],
-    };
-    let _ = device.carry_out("good", &plan);
 }

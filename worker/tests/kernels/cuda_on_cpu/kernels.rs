@@ -8,7 +8,7 @@ use ddp_worker::ops::cuda::plan;
 use ddp_worker::ops::{
     AttentionBackward, AttentionShape, ColumnSum, EncoderForward, Rates, Runs, TokenBackward, Update,
 };
-use ddp_worker::optim::{self, adamw};
+use ddp_worker::optim::adamw;
 
 /// Orders of threads that each case is run in.
 const SCHEDULES: u32 = 3;
@@ -62,7 +62,7 @@ fn fill() {
 
 #[test]
 fn updates() {
-    for rule in optim::rules() {
+    for rule in crate::op_cases::catalogue::rules() {
         check(rule.name);
     }
 }

@@ -206,13 +206,26 @@ fn with_bias_corrections(mut case: Case) -> Case {
     case
 }
 
+/// Every rule that has kernels, with every number of slots.
+pub(crate) fn rules() -> Vec<Arc<UpdateRule>> {
+    vec![
+        optim::adamw([0.9, 0.95], 1e-8),
+        optim::lion([0.9, 0.99]),
+        optim::sgd(0.9, false),
+        optim::sgd(0.0, false),
+        optim::muon_momentum(0.95, true),
+        optim::muon_blend(0.5, 2.0),
+        optim::muon_descend(3.0),
+    ]
+}
+
 fn optimizer(size: Size) -> Vec<Case> {
     let mut cases = Vec::new();
     for &n in lengths(size) {
         cases.push(adamw(n, false, 0.5, vec![]));
         cases.push(adamw(n, true, 1.0, vec![]));
         cases.push(with_bias_corrections(adamw(n, false, 0.5, vec![])));
-        for rule in optim::rules() {
+        for rule in rules() {
             cases.push(update(rule.clone(), n, true, 0.5, vec![0..n / 3, n / 2..n]));
             cases.push(with_bias_corrections(update(rule, n, false, 0.5, vec![])));
         }

@@ -6,7 +6,7 @@
 #![allow(dead_code, reason = "each test binary uses its part")]
 
 mod attention;
-mod catalogue;
+pub(crate) mod catalogue;
 mod comparison;
 mod matrix;
 pub(crate) mod numbers;

@@ -68,17 +68,7 @@ pub(crate) fn wide_values(buffer: &Buffer) -> Vec<f64> {
     }
 }
 
-/// Numbers in [−1, 1), the same for the same seed.
-pub(crate) fn numbers(seed: u64, len: usize) -> Vec<f64> {
-    let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
-    let next = || {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        (state >> 11) as f64 / f64::from(1 << 30) / f64::from(1 << 22) - 1.0
-    };
-    std::iter::repeat_with(next).take(len).collect()
-}
+pub(crate) use crate::op_cases::numbers::numbers;
 
 pub(crate) fn numbers_f32(seed: u64, len: usize) -> Vec<f32> {
     numbers(seed, len).into_iter().map(|x| x as f32).collect()

@@ -5,7 +5,7 @@ use std::os::linux::net::SocketAddrExt as _;
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use ddp_proto::control::{PROTOCOL, ToAgent, ToWorker};
+use ddp_proto::control::{PROTOCOL, ToAgent, ToWorker, WorkerAssignment};
 use ddp_proto::env::WorkerEnv;
 use ddp_worker::session::Session;
 
@@ -29,13 +29,13 @@ pub fn with_agent<T>(
     std::thread::scope(|scope| {
         let agent = scope.spawn(|| {
             let (stream, _) = listener.accept().unwrap();
-            let assignment = ToWorker::Assignment {
+            let assignment = ToWorker::Assignment(WorkerAssignment {
                 protocol: PROTOCOL,
                 generation: env.generation,
                 env: env.to_vars(),
                 node_addr: "127.0.0.1".into(),
                 data_key: None,
-            };
+            });
             serve(stream, &assignment, react)
         });
         let session = Session::from_vars(|name| vars.get(name).cloned()).unwrap();

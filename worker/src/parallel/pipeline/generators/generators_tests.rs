@@ -3,7 +3,8 @@
 use super::*;
 use crate::parallel::pipeline::action::Schedule;
 use crate::parallel::pipeline::passes::{forward_only, with_transfers};
-use crate::parallel::pipeline::validator::{Purpose, Rules, least_capacity, validate};
+use crate::parallel::pipeline::validator::{Purpose, least_capacity, validate};
+use crate::parallel::pipeline::{Links, StageCosts, simulate};
 
 const fn shape(ranks: usize, chunks: usize, micro_batches: usize) -> PipelineShape {
     PipelineShape {
@@ -25,7 +26,6 @@ fn hash(text: &str) -> u64 {
 }
 
 fn assert_runs(schedule: &Schedule, shape: PipelineShape) {
-    let rules = |purpose, capacity| Rules { purpose, capacity };
     let complete = with_transfers(schedule);
     let capacity = least_capacity(&complete);
     assert!(capacity.is_some(), "{shape:?} deadlocks");
@@ -38,8 +38,15 @@ fn assert_runs(schedule: &Schedule, shape: PipelineShape) {
         } else {
             with_transfers(schedule)
         };
-        let refusal = validate(&schedule, rules(purpose, capacity)).err();
+        let refusal = validate(&schedule, purpose).err();
         assert_eq!(refusal.map(|refusal| refusal.to_string()), None, "{shape:?}");
+        let links = Links {
+            capacity,
+            ..Links::IDEAL
+        };
+        let costs = vec![StageCosts::UNIT; shape.stages()];
+        let deadlock = simulate(&schedule, &costs, links).err();
+        assert_eq!(deadlock.map(|deadlock| deadlock.to_string()), None, "{shape:?}");
     }
 }
 

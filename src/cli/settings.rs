@@ -16,7 +16,7 @@ use serde_saphyr::Spanned;
 use super::streams::{self, OutputStyle, Signals, Words};
 use crate::cli::error::CliError;
 use crate::cli::machine::numa::Binding;
-use crate::cli::values::{self, Backend, Endpoint, EventLog, ProcCount, RdzvConf};
+use crate::cli::values::{self, Endpoint, EventLog, ProcCount, RdzvConf};
 
 /// Variables that torchrun reads beside `PET_<NAME>`, with the settings that they give.
 const VARIABLES_OF_TORCH: [(&str, &str); 2] = [
@@ -42,20 +42,20 @@ macro_rules! settings {
         pub struct Settings {
             $($(#[$meta])* #[arg(long, value_parser = $parse)] pub $name: Option<$type>,)*
 
-            /// The words by which settings were given.
+            /// Text of each setting, as typed.
             #[arg(skip)]
-            pub(super) words: BTreeMap<&'static str, String>,
+            pub(in crate::cli) words: BTreeMap<&'static str, String>,
         }
 
         /// Names of all settings, as the YAML spells them; `PET_<NAME>` and `--<name>` follow from them.
         pub const NAMES: &[&str] = &[$(stringify!($name)),*];
 
         /// Variables of a worker, each with the setting that decides it.
-        pub(super) const DECIDED: &[(&str, &str)] = &[$($($(($variable, stringify!($name)),)+)?)*];
+        pub(in crate::cli) const DECIDED: &[(&str, &str)] = &[$($($(($variable, stringify!($name)),)+)?)*];
 
         impl Settings {
             /// Gives the setting called `name` (with `_` or `-`) the value that `text` stands for.
-            pub(super) fn set(&mut self, name: &str, text: &str) -> Result<(), String> {
+            pub(in crate::cli) fn set(&mut self, name: &str, text: &str) -> Result<(), String> {
                 let name = match name.replace('-', "_").as_str() {
                     $(stringify!($name) => {
                         self.$name = Some($parse(text)?);
@@ -115,7 +115,7 @@ settings! {
 
     /// `c10d`, `static` or `grpc`: accepted, but all use the rendezvous of ddp-run
     #[arg(value_name = "NAME", help_heading = NODES, hide_short_help = true)]
-    rdzv_backend: Backend = values::backend,
+    rdzv_backend: String = values::backend,
 
     /// Node rank [default: by host name]
     ///
@@ -284,7 +284,7 @@ settings! {
 
 impl Settings {
     /// Keeps the words that a command line has for the settings that it gives.
-    pub(super) fn keep_words(&mut self, line: &clap::ArgMatches) {
+    pub(in crate::cli) fn keep_words(&mut self, line: &clap::ArgMatches) {
         let given: Vec<_> = self.given().collect();
         let words = |name| Some(line.get_raw(name)?.next_back()?.to_string_lossy().into_owned());
         self.words = (given.into_iter())
@@ -302,29 +302,20 @@ impl Settings {
             };
             settings
                 .set(name, &value)
-                .map_err(|message| CliError::BadVariable {
-                    variable,
-                    value,
-                    message,
-                })?;
+                .map_err(|message| CliError::bad_variable(&variable, &value, &message))?;
         }
         Ok(settings)
     }
 
     /// The `launch` section of `text`, the contents of `file`. Other sections are the worker's business.
     pub fn from_yaml(file: &std::path::Path, text: &str) -> Result<Self, CliError> {
-        let document: Document = serde_saphyr::from_str(text).map_err(|error| CliError::Yaml {
-            file: file.to_owned(),
-            message: error.to_string(),
-        })?;
+        let document: Document = serde_saphyr::from_str(text)
+            .map_err(|error| CliError::Config(format!("{}: {error}", file.display())))?;
         let mut settings = Self::default();
         for (key, value) in document.launch.unwrap_or_default() {
             let line = value.defined.line();
-            let refused = |problem: String| CliError::BadLaunchKey {
-                file: file.to_owned(),
-                line,
-                key: key.clone(),
-                problem,
+            let refused = |problem: String| {
+                CliError::Config(format!("{}:{line}: `launch.{key}`{problem}", file.display()))
             };
             if !NAMES.contains(&key.replace('-', "_").as_str()) {
                 return Err(refused(format!(": {}", unknown_key(&key))));
@@ -340,7 +331,7 @@ impl Settings {
 }
 
 /// The variable that gives this setting, and its value: `PET_<NAME>`, or a name that torchrun reads besides.
-pub(super) fn variable(name: &str, get: impl Fn(&str) -> Option<String>) -> Option<(String, String)> {
+pub(in crate::cli) fn variable(name: &str, get: impl Fn(&str) -> Option<String>) -> Option<(String, String)> {
     let own = format!("PET_{}", name.to_ascii_uppercase());
     let of_torch = VARIABLES_OF_TORCH.iter().find(|(setting, _)| *setting == name);
     let given = |name: String| {
@@ -435,7 +426,7 @@ mod tests {
         let settings = Settings::from_env(get).expect("valid");
         assert_eq!(
             settings.log_line_prefix_template,
-            Some(PrefixTemplate::parse("${rank}: "))
+            Some(PrefixTemplate::new("${rank}: "))
         );
         assert_eq!(settings.shutdown_timeout, Some(Duration::from_secs(7)));
         let both = |name: &str| name.ends_with("SHUTDOWN_TIMEOUT").then(|| name.to_owned());

@@ -1,41 +1,26 @@
-//! A file of data, mapped into memory; and what can be wrong with the data.
-#![allow(
-    unsafe_code,
-    reason = "copies out of a file mapping; the block carries its argument"
-)]
+//! A file of data, read as its bytes are asked for; and what can be wrong with the data.
 
 use std::fmt::Display;
 use std::fs::File;
 use std::io;
-use std::os::unix::fs::OpenOptionsExt as _;
+use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 
-use memmap2::{MmapOptions, MmapRaw};
-
-/// A file that is never loaded as a whole: the kernel reads pages as they are touched and shares them among the
-/// ranks of a node.
-///
-/// Other processes can change the file, so that no reference into the mapping is ever made: bytes are
-/// copied out. A byte that changes meanwhile is read as the old or the new one.
-pub(super) struct MappedFile {
+/// A file that is never loaded as a whole: the ranks of a node share the pages that the system caches.
+pub(super) struct DataFile {
     path: PathBuf,
     file: File,
-    /// `None` for an empty file, which cannot be mapped.
-    map: Option<MmapRaw>,
+    len: usize,
 }
 
-impl MappedFile {
-    /// Maps the file at `path`.
+impl DataFile {
+    /// Opens the file at `path`.
     pub(super) fn open(path: &Path) -> Result<Self, DataError> {
         let file = open_regular(path)?;
-        let map = match file.metadata().map(|metadata| metadata.len()) {
-            Ok(0) => Ok(None),
-            Ok(_) => MmapOptions::new().map_raw_read_only(&file).map(Some),
-            Err(e) => Err(e),
-        };
+        let metadata = file.metadata().map_err(|e| DataError::unreadable(path, &e))?;
         Ok(Self {
             path: path.to_owned(),
-            map: map.map_err(|e| DataError::unreadable(path, &e))?,
+            len: metadata.len() as usize,
             file,
         })
     }
@@ -45,40 +30,26 @@ impl MappedFile {
         &self.path
     }
 
-    /// Number of bytes.
+    /// Number of bytes when the file was opened.
     pub(super) fn len(&self) -> usize {
-        self.map.as_ref().map_or(0, MmapRaw::len)
+        self.len
     }
 
-    /// Copies the bytes from `start` into `out`. The file must have enough of them.
-    ///
-    /// A file that shrank since it was opened is an error: pages beyond its end do not exist any more, and
-    /// touching one would end the process with SIGBUS. Only a truncation between this check and the copy,
-    /// microseconds later, still does.
+    /// Reads the bytes from `start` into `out`. The file must have had enough of them when it was opened. A file that
+    /// shrank since then is an error.
     pub(super) fn read(&self, start: usize, out: &mut [u8]) -> Result<(), DataError> {
-        let fits = start.checked_add(out.len()).is_some_and(|end| end <= self.len());
-        assert!(fits, "bytes {start}..+{} of {}", out.len(), self.len());
-        let Some(map) = &self.map else {
-            return Ok(());
-        };
-        let (was, is) = (self.len() as u64, self.file.metadata().map_or(0, |m| m.len()));
-        if is < was {
+        let fits = start.checked_add(out.len()).is_some_and(|end| end <= self.len);
+        assert!(fits, "bytes {start}..+{} of {}", out.len(), self.len);
+        let is = self.file.metadata().map_or(0, |metadata| metadata.len());
+        if is < self.len as u64 {
             return Err(DataError::file(
                 &self.path,
-                format!("shrank from {was} to {is} bytes while it was in use"),
+                format!("shrank from {} to {is} bytes while it was in use", self.len),
                 Some("write a new file and rename it over the old one instead of truncating it"),
             ));
         }
-        // SAFETY: `start + out.len() <= map.len()` was checked above, so that the source lies within the
-        // mapping, which lives as long as `self` and is readable; `out` is an exclusive borrow of other
-        // memory, so that the two do not overlap. `u8` has neither alignment nor invalid values. No
-        // reference to the mapped bytes exists, so that their change by another process breaks no promise
-        // made to the compiler. A page that was truncated away faults (SIGBUS): the process ends, which
-        // is not undefined behaviour, and the check above makes it all but impossible.
-        unsafe {
-            std::ptr::copy_nonoverlapping(map.as_ptr().add(start), out.as_mut_ptr(), out.len());
-        }
-        Ok(())
+        let read = self.file.read_exact_at(out, start as u64);
+        read.map_err(|e| DataError::unreadable(&self.path, &e))
     }
 }
 
@@ -118,7 +89,8 @@ pub enum DataError {
 }
 
 impl DataError {
-    pub(super) fn file(path: &Path, problem: impl Into<String>, hint: Option<&str>) -> Self {
+    /// What is wrong with a file, and the next step.
+    pub(crate) fn file(path: &Path, problem: impl Into<String>, hint: Option<&str>) -> Self {
         Self::File {
             path: path.to_owned(),
             problem: problem.into(),
@@ -149,7 +121,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("tokens");
         std::fs::write(&path, b"hello world").unwrap();
-        let file = MappedFile::open(&path).unwrap();
+        let file = DataFile::open(&path).unwrap();
         let mut out = [0; 5];
         file.read(6, &mut out).unwrap();
         assert_eq!((&out, file.len()), (b"world", 11));
@@ -164,7 +136,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("tokens");
         std::fs::write(&path, vec![7; 1 << 16]).unwrap();
-        let file = MappedFile::open(&path).unwrap();
+        let file = DataFile::open(&path).unwrap();
         std::fs::write(&path, b"short").unwrap();
         let error = file.read(60_000, &mut [0; 16]).unwrap_err();
         let message = error.to_string().replace(&path.display().to_string(), "FILE");
@@ -177,7 +149,7 @@ mod tests {
     #[test]
     fn folders_pipes_and_missing_files_are_told_apart() {
         let folder = tempfile::tempdir().unwrap();
-        let open = |path: &Path| MappedFile::open(path).err().unwrap().to_string();
+        let open = |path: &Path| DataFile::open(path).err().unwrap().to_string();
         assert!(open(folder.path()).ends_with("is not a regular file"));
         assert!(open(&folder.path().join("gone")).contains("No such file"));
         let pipe = folder.path().join("pipe");
@@ -185,6 +157,6 @@ mod tests {
         assert!(open(&pipe).ends_with("is not a regular file"));
         let empty = folder.path().join("empty");
         std::fs::write(&empty, b"").unwrap();
-        assert_eq!(MappedFile::open(&empty).unwrap().len(), 0);
+        assert_eq!(DataFile::open(&empty).unwrap().len(), 0);
     }
 }

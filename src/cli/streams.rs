@@ -34,21 +34,15 @@ pub fn output_style(text: &str) -> Result<OutputStyle, String> {
 /// `0` none, `1` stdout, `2` stderr, `3` both; for all ranks, or `rank:set,…` by local rank.
 pub fn streams_by_rank(text: &str) -> Result<StreamsByRank, String> {
     const EXPECTED: &str = "expected 0 (none), 1 (stdout), 2 (stderr) or 3 (both), for all workers or by local rank, for example `3` or `0:3,10:1`";
-    let set = |text: &str| match text.trim() {
-        "0" => Ok(StreamSet::default()),
-        "1" => Ok(StreamSet {
-            stdout: true,
-            stderr: false,
-        }),
-        "2" => Ok(StreamSet {
-            stdout: false,
-            stderr: true,
-        }),
-        "3" => Ok(StreamSet {
-            stdout: true,
-            stderr: true,
-        }),
-        _ => Err(EXPECTED.to_owned()),
+    let set = |text: &str| {
+        let digit = ["0", "1", "2", "3"]
+            .iter()
+            .position(|digit| *digit == text.trim());
+        let bits = digit.ok_or_else(|| EXPECTED.to_owned())?;
+        Ok::<_, String>(StreamSet {
+            stdout: bits & 1 != 0,
+            stderr: bits & 2 != 0,
+        })
     };
     if !text.contains(':') {
         return set(text).map(StreamsByRank::All);
