@@ -102,7 +102,7 @@ fn a_script_runs_under_the_interpreter_of_its_environment() {
             ("gone", "VIRTUAL_ENV", "gone"),
         ] {
             if named.split(' ').any(|word| word == name) {
-                launch = launch.env(variable, &below(value));
+                launch = launch.env(variable, below(value));
             }
         }
         launch
