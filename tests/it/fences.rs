@@ -60,7 +60,7 @@ impl Split {
             .role("writes_the_meeting")
             .node_of(1, &self.endpoint, "split")
             .flag("--rdzv-conf", "is_host=false")
-            .flag("--event-log-handler", &self.events(name))
+            .flag("--event-log-handler", self.events(name))
             .nproc(1)
             .env(NODE, name)
             .env(DIR, self.dir.path())

@@ -165,8 +165,8 @@ impl Pretended {
             .args(words)
             .env("SCRATCH", scratch.path())
             .env("LD_LIBRARY_PATH", self.folder.path())
-            .env("NODE0", &list(0))
-            .env("NODE1", &list(1));
+            .env("NODE0", list(0))
+            .env("NODE1", list(1));
         if let Some(visible) = visible {
             program = program.env("CUDA_VISIBLE_DEVICES", visible);
         }

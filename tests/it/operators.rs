@@ -210,7 +210,7 @@ fn advancing(daemon: &Watched, done: &Path, logs: &Path) -> [Running; 2] {
             .flag("--rdzv-conf", "is_host=false")
             .flag("--log-dir", logs.join(name))
             .nproc(2)
-            .env(DONE, &done)
+            .env(DONE, done)
             .start()
     };
     [node("a"), node("b")]

@@ -94,7 +94,7 @@ fn a_script_runs_under_the_interpreter_of_its_environment() {
         (built, "", "path", "path"),
         (built, "", "old", "old"),
     ] {
-        let mut launch = launch_from(program).env("PATH", &below(&format!("{path}/bin")));
+        let mut launch = launch_from(program).env("PATH", below(&format!("{path}/bin")));
         for (name, variable, value) in [
             ("exec", "PYTHON_EXEC", "exec/bin/python3"),
             ("venv", "VIRTUAL_ENV", "venv"),
@@ -102,7 +102,7 @@ fn a_script_runs_under_the_interpreter_of_its_environment() {
             ("gone", "VIRTUAL_ENV", "gone"),
         ] {
             if named.split(' ').any(|word| word == name) {
-                launch = launch.env(variable, &below(value));
+                launch = launch.env(variable, below(value));
             }
         }
         launch

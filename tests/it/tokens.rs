@@ -38,7 +38,7 @@ fn train(job: &TinyJob, settings: &str) -> Finished {
     let launch = launch().nproc(2).dir(job.dir());
     settings
         .split_whitespace()
-        .fold(launch, |launch, assignment| launch.set(assignment))
+        .fold(launch, Launch::set)
         .target("tiny.yaml")
         .run()
 }

@@ -60,7 +60,7 @@ fn hosted_by_node_rank_0_even_if_it_comes_last() {
 /// Works until the file in its argument exists.
 fn until(done: &std::path::Path) -> Launch {
     let script = r#"echo at work; until [ -e "$DONE" ]; do sleep 0.02; done"#;
-    launch().env("DONE", &done).shell(script)
+    launch().env("DONE", done).shell(script)
 }
 
 #[test]
@@ -183,7 +183,7 @@ fn runs_that_looked_for_a_log_folder_at_the_same_time_get_one_each() {
             .node_of(2, &daemon.endpoint, "slow")
             .flag("--rdzv-conf", "is_host=false")
             .flag("--node-rank", rank)
-            .flag("--log-dir", &logs)
+            .flag("--log-dir", logs)
             .shell("echo slow")
     };
     // It has looked, and writes only when the other node is there.

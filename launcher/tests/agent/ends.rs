@@ -68,7 +68,7 @@ fn a_failure_begins_the_next_generation() {
     end.expect_code(0);
     for (attempt, generation) in [(0, 1), (1, 2), (2, 3)] {
         let line = format!("count {attempt} of 3 in {generation}");
-        end.expect_stdout(&format!("[0] {line}"));
+        end.expect_stdout(format!("[0] {line}"));
         let log = logs.path().join(format!("attempt_{attempt}/0/stdout.log"));
         assert_eq!(std::fs::read_to_string(log).unwrap().trim(), line);
     }

@@ -155,7 +155,7 @@ impl Starter {
         };
         if self.spawner.try_send(batch).is_err() {
             let busy = "workers of the last generation are still being started";
-            return Err(no_pipes(io::Error::other(busy)));
+            return Err(no_pipes(busy));
         }
         Ok(())
     }

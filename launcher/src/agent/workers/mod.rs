@@ -17,7 +17,7 @@ pub(super) use spawn_context::SpawnContext;
 
 use pace::Pace;
 
-use std::io;
+use std::fmt::Display;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -175,7 +175,7 @@ impl WorkerGroup {
             let prefix = plan.output.prefix.of(&contract, &context.hostname);
             let open = |stream, log, duplicate: &Option<Duplicate>| {
                 let shown = plan.output.shows(rank, local_rank, stream);
-                let (pipe, pipe_end) = pipe2(OFlag::O_CLOEXEC).map_err(|error| no_pipes(error.into()))?;
+                let (pipe, pipe_end) = pipe2(OFlag::O_CLOEXEC).map_err(no_pipes)?;
                 let (tail, tail_reader) = tail();
                 let worker_stream = WorkerStream {
                     rank,
@@ -192,7 +192,7 @@ impl WorkerGroup {
                 };
                 if !reader.add(worker_stream) {
                     let silent = "the thread that reads them does not respond";
-                    return Err(no_pipes(io::Error::other(silent)));
+                    return Err(no_pipes(silent));
                 }
                 Ok::<_, ExitReason>((pipe_end, tail_reader))
             };
@@ -599,7 +599,7 @@ impl WorkerGroup {
     }
 }
 
-pub(super) fn no_pipes(error: io::Error) -> ExitReason {
+pub(super) fn no_pipes(error: impl Display) -> ExitReason {
     ExitReason::internal(format!(
         "cannot create pipes for the workers: {error}\n  hint: check `ulimit -n`"
     ))

@@ -116,8 +116,5 @@ fn settings(section: &Value, keys: &[&str]) -> String {
 fn aligned(rows: Vec<Vec<String>>) -> String {
     let table = answer::table(rows, |_| false);
     // Without the padding of the first column.
-    table
-        .lines()
-        .map(|line| format!("{}\n", line.trim_start()))
-        .collect()
+    table.lines().flat_map(|line| [line.trim_start(), "\n"]).collect()
 }

@@ -277,10 +277,7 @@ fn advice(comparison: &Comparison, machines: &Machines, is_best: bool) -> String
 
 /// ` --set KEY=VALUE` for each of the settings.
 pub(super) fn flags(settings: &[String]) -> String {
-    settings
-        .iter()
-        .map(|setting| format!(" --set {setting}"))
-        .collect()
+    settings.iter().flat_map(|setting| [" --set ", setting]).collect()
 }
 
 /// Removes rows without information.

@@ -167,8 +167,11 @@ fn files() -> Vec<String> {
     let folders =
         ["src/ops/cuda", "src/optim"].map(|folder| Path::new(env!("CARGO_MANIFEST_DIR")).join(folder));
     let entries = folders.iter().flat_map(|folder| folder.read_dir().unwrap());
-    let names = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap());
-    names.filter(|name| name.ends_with(".cu")).collect()
+    let paths = entries.map(|entry| entry.unwrap().path());
+    let kernels = paths.filter(|path| path.extension().is_some_and(|ending| ending == "cu"));
+    kernels
+        .map(|path| path.file_name().unwrap().to_str().unwrap().to_owned())
+        .collect()
 }
 
 /// What other sizes than those of [`everything`] are compiled as: unaligned buffers, wide heads, shared heads.
