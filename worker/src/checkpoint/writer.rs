@@ -42,8 +42,10 @@ impl Fence {
         Self { path, announced }
     }
 
-    fn check(&self) -> Result<(), CheckpointError> {
-        let found = std::fs::read_to_string(&self.path).map_err(|e| CheckpointError::io("read", &self.path, &e))?;
+    /// An error if another process has named itself since.
+    pub fn check(&self) -> Result<(), CheckpointError> {
+        let found =
+            std::fs::read_to_string(&self.path).map_err(|e| CheckpointError::io("read", &self.path, &e))?;
         if found == self.announced {
             return Ok(());
         }

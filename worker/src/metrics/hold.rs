@@ -229,12 +229,17 @@ mod tests {
     use super::*;
 
     /// Without waiting.
-    fn take(folder: &Path, succeeds: Option<&str>) -> Result<Hold, RunFilesError> {
+    fn take(folder: &Path, succeeds: Option<(&str, u64)>) -> Result<Hold, RunFilesError> {
         Hold::take(folder, succeeds, Instant::now())
     }
 
     fn holder() -> Holder {
+        holder_of(1)
+    }
+
+    fn holder_of(generation: u64) -> Holder {
         Holder {
+            generation,
             host: "node-7".into(),
             pid: 4711,
             run_id: "nightly".into(),
@@ -247,7 +252,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let mut hold = take(folder.path(), None).unwrap();
         hold.announce(Some("a"), &holder()).unwrap();
-        let refused = take(folder.path(), Some("b")).unwrap_err();
+        let refused = take(folder.path(), Some(("b", 2))).unwrap_err();
         let words = refused
             .to_string()
             .replace(folder.path().to_str().unwrap(), "DIR");
@@ -278,19 +283,26 @@ mod tests {
     }
 
     #[test]
-    fn a_killed_life_of_the_same_run_that_keeps_its_lock_is_succeeded_and_nobody_else_comes_in() {
+    fn a_later_generation_takes_the_folder_and_the_earlier_one_can_save_no_more() {
         let folder = tempfile::tempdir().unwrap();
         let mut killed = take(folder.path(), None).unwrap();
-        killed.announce(Some("a"), &holder()).unwrap();
-        let mut heir = take(folder.path(), Some("a")).unwrap();
-        heir.announce(Some("a"), &holder()).unwrap();
+        let earlier = killed.announce(Some("a"), &holder_of(1)).unwrap();
+        earlier.check().unwrap();
+        let mut heir = take(folder.path(), Some(("a", 2))).unwrap();
+        let later = heir.announce(Some("a"), &holder_of(2)).unwrap();
+        later.check().unwrap();
+        let words = earlier.check().unwrap_err().to_string();
+        assert!(
+            words.starts_with("another process has taken the directory"),
+            "{words}"
+        );
         drop(killed);
-        assert!(matches!(
-            take(folder.path(), Some("b")),
-            Err(RunFilesError::InUse { .. })
-        ));
+        for other in [("b", 3), ("a", 1), ("a", 2)] {
+            let refused = take(folder.path(), Some(other));
+            assert!(matches!(refused, Err(RunFilesError::InUse { .. })), "{other:?}");
+        }
         drop(heir);
-        assert!(take(folder.path(), Some("b")).is_ok());
+        assert!(take(folder.path(), Some(("b", 1))).is_ok());
     }
 
     #[test]

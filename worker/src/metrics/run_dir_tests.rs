@@ -18,6 +18,7 @@ fn request(run: &Run, rank: u32, world_size: u32) -> Request<'_> {
         is_unique: true,
         restarted: false,
         rank,
+        generation: 1,
         world_size,
         deadline: Instant::now() + Duration::from_mins(10),
     }

@@ -21,8 +21,8 @@ use crate::checkpoint::{
 };
 use crate::config::{CheckpointKeep, OptimizerOffload, Tokenizer, TrainConfig};
 use crate::data::{Dataset, ORDER_VERSION};
-use crate::metrics::RunDir;
 use crate::device::{Arena, ArenaSpec, DType, DeviceError, HostMemory, Stream};
+use crate::metrics::RunDir;
 use crate::train::TrainError;
 use crate::train::reporting::warn;
 use crate::train::world::World;

@@ -272,7 +272,8 @@ impl Save {
         if task.live.is_none() {
             give_way();
         }
-        let writer = Writer::on(task.storage.clone(), &task.out_dir, task.step, task.generation).fenced(task.fence.clone());
+        let writer = Writer::on(task.storage.clone(), &task.out_dir, task.step, task.generation)
+            .fenced(task.fence.clone());
         let written = self.write_all(&writer);
         self.shared
             .set(written.map_or_else(Stage::Failed, |()| Stage::Written));
