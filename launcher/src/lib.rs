@@ -20,7 +20,6 @@
 #![deny(unsafe_code)]
 
 mod agent;
-mod boot_clock;
 mod cgroup;
 mod control;
 mod output;

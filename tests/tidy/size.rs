@@ -13,14 +13,14 @@ use crate::{Breach, assert_none};
 /// Folders whose code is the product.
 const PRODUCTION: [&str; 4] = ["launcher/src", "proto/src", "src", "worker/src"];
 /// Lines of Rust in all of them.
-const LINES: usize = 65_830;
+const LINES: usize = 66_420;
 /// Files of `worker/src`.
 const WORKER_FILES: usize = 252;
 /// A file with fewer lines than this, comments included, is a part of a concept.
 const SHORT_FILE_LINES: usize = 60;
 /// Files of the product that may be shorter. A kernel of CUDA is a text of its own; a binary only
 /// wires.
-const SHORT_FILES: [&str; 19] = [
+const SHORT_FILES: [&str; 18] = [
     "launcher/src/agent/context.rs",
     "proto/src/codec.rs",
     "proto/src/exit.rs",
@@ -29,7 +29,6 @@ const SHORT_FILES: [&str; 19] = [
     "src/bin/ddp-rendezvous.rs",
     "src/bin/ddp-run.rs",
     "src/bin/ddp-train.rs",
-    "src/rendezvous/job/record.rs",
     "worker/src/config/problem.rs",
     "worker/src/ops/cuda/cast.cu",
     "worker/src/ops/cuda/dropout.cu",

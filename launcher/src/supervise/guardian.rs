@@ -16,21 +16,30 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::time::Duration;
 
+use ddp_proto::client::{Access, AgentIdentity, Client};
 use ddp_proto::env::DDP_JOB_MARKER;
+use ddp_proto::ids::{Generation, NodeId};
+use ddp_proto::rendezvous::Leave;
+use ddp_proto::trust::token::Token;
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::wait::waitpid;
+use nix::time::{ClockId, clock_gettime};
 use nix::unistd::{ForkResult, Pid, fork};
 
-use crate::boot_clock::since_boot;
+use serde::{Deserialize, Serialize};
+use tokio::time::Instant;
+
 use crate::cgroup;
-use crate::supervise::death_notice::DeathNotice;
 use crate::supervise::sweep::KillTargets;
 
 /// How long the guardian hunts before it gives up on processes that cannot be killed.
 const HUNT_BOUND: Duration = Duration::from_secs(20);
 /// How long a launcher that ends waits for its guardian to go.
 const FAREWELL_BOUND: Duration = Duration::from_secs(2);
+
+/// A daemon that does not answer within this time learns of the end by itself.
+const NOTICE_BOUND: Duration = Duration::from_secs(3);
 
 const WATCH: u8 = b'+';
 const FORGET: u8 = b'-';
@@ -336,6 +345,57 @@ impl Watch {
             unsafe { libc::open(c"/dev/null".as_ptr(), libc::O_RDWR) };
         }
     }
+}
+
+/// What the guardian tells the daemon when the launcher died and the workers are gone, so that other nodes take their
+/// places at once: where the daemon is, and which node it knows.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct DeathNotice {
+    pub(crate) endpoint: String,
+    /// None on a Unix socket, or with `--insecure`.
+    pub(crate) token: Option<String>,
+    pub(crate) job_id: String,
+    pub(crate) incarnation: String,
+}
+
+impl DeathNotice {
+    /// Tells the daemon, from a process without threads.
+    pub(crate) fn send(self) {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+        if let Ok(runtime) = runtime {
+            // The daemon waits for the end of the workers where it is not told.
+            let _ = runtime.block_on(tokio::time::timeout(NOTICE_BOUND, self.deliver()));
+        }
+    }
+
+    async fn deliver(self) -> Option<()> {
+        let access = match self.token {
+            Some(token) => Access::Token(Token::parse(&token).ok()?),
+            None => Access::Open,
+        };
+        let client = Client::connect(&self.endpoint, &access, Instant::now() + NOTICE_BOUND)
+            .await
+            .ok()?;
+        let identity = AgentIdentity {
+            job_id: self.job_id,
+            incarnation: NodeId(self.incarnation),
+        };
+        let mut attempts = client.attempts(NOTICE_BOUND);
+        let stream = client.agent_stream(identity, &mut attempts).await.ok()?;
+        let leave = Leave {
+            launcher_died: true,
+            ..Leave::default()
+        };
+        stream
+            .leave(Generation(0), leave, Instant::now() + NOTICE_BOUND)
+            .await
+            .then_some(())
+    }
+}
+
+/// Time since the machine was started, its sleep included.
+pub(crate) fn since_boot() -> Duration {
+    clock_gettime(ClockId::CLOCK_BOOTTIME).map_or(Duration::ZERO, Duration::from)
 }
 
 /// Closes all descriptors but one.

@@ -1,6 +1,5 @@
 //! Watches processes: collects their ends, finds workers that hang, kills what is left over.
 
-pub(crate) mod death_notice;
 pub(crate) mod ending;
 pub(crate) mod guardian;
 pub(crate) mod hang;

@@ -6,7 +6,7 @@
 //! | `node` | one node | its stream, its lease, whether its workers are gone |
 //! | `node_table` | all nodes | which are there, which were in the last assignment, how many the job needs |
 //! | `gathering` | gathering | when a generation starts, what the nodes wait for |
-//! | `recovery` | recovery | how a daemon that lost its state takes up a generation that runs |
+//! | `recovery` | recovery | how a daemon that lost its state takes up a generation that runs, and the [`Record`]s of the ledger |
 //! | `running` | the running generation | which nodes succeeded, which failure waits for its cause, which peers were reported lost |
 //! | `verdict` | the end of the job | the verdict for every node, also for nodes that come back later |
 //! | `failures` | all failures | their order, and which are listed |
@@ -22,7 +22,6 @@
 //! | `scale` | growing | nodes that come to a job that runs |
 //! | `takeover` | replacing a lost node | until when its workers may still train |
 //! | `lease_extension` | silent members | extends their leases while their peers make progress |
-//! | `record` | the ledger | writes [`Record`]s, and takes a job up from one |
 
 mod assignment;
 mod departure;
@@ -34,7 +33,6 @@ mod lease_extension;
 mod node;
 mod node_table;
 mod outcome;
-mod record;
 mod recovery;
 mod running;
 mod scale;

@@ -15,10 +15,10 @@ use tokio::time::Instant;
 
 use super::super::machine::{Event, LEAVE_WAIT, Machine};
 use super::link::{Link, LinkEvent};
-use super::takeover::TakeoverClock;
-use crate::boot_clock::since_boot;
+use super::memory::TakeoverClock;
 use crate::output::console::Console;
 use crate::plan::{BoundPlan, LaunchPlan};
+use crate::supervise::guardian::since_boot;
 
 /// The other nodes do not know whether the daemon was a program of its own or part of a launcher.
 const HOST_MAY_BE_GONE: &str =

@@ -4,15 +4,12 @@
 //! |---|---|
 //! | `connection` | whether the daemon can be reached, and how long it is waited for |
 //! | `link` | the stream, as a task that opens it again when it breaks |
-//! | `memory` | what is said again on a new stream |
-//! | `takeover` | how long workers may train without the daemon |
+//! | `memory` | what is said again on a new stream, and how long workers may train without one |
 
 mod connection;
 mod link;
 mod memory;
-mod takeover;
 
 pub(super) use connection::{DaemonConnection, WorkersEnd};
 pub(super) use link::LinkEvent;
-pub use memory::Memory;
-pub use takeover::TakeoverClock;
+pub use memory::{Memory, TakeoverClock};

@@ -34,7 +34,7 @@ use crate::control::{ControlEvent, ControlNews, ControlServer, Store, WorkerCont
 use crate::report::event_log::LogEvent;
 use crate::spawn::program::check_program;
 use crate::spawn::spawner::SpawnEvent;
-use crate::supervise::death_notice::DeathNotice;
+use crate::supervise::guardian::DeathNotice;
 use crate::supervise::reap;
 use inbox::{Inbox, LoopEvent};
 use master_endpoint::MasterEndpoint;
