@@ -15,11 +15,15 @@ const WORK: &str = r#"echo "world $WORLD_SIZE attempt $TORCHELASTIC_RESTART_COUN
 
 /// One node of a job that must not spend a restart.
 fn elastic(daemon: &Daemon, range: &str) -> Launch {
+    elastic_with(daemon, range, "last_call_timeout=0.3")
+}
+
+fn elastic_with(daemon: &Daemon, range: &str, conf: &str) -> Launch {
     launch()
         .flag("--nnodes", range)
         .flag("--rdzv-endpoint", &daemon.endpoint)
         .flag("--rdzv-id", "elastic")
-        .flag("--rdzv-conf", "last_call_timeout=0.3")
+        .flag("--rdzv-conf", conf)
         .flag("--max-restarts", "0")
 }
 
@@ -65,6 +69,60 @@ fn a_script_that_fails_since_a_node_was_killed_spends_no_restart() {
         (has_written(0) && has_written(1)).then_some(())
     });
     expect_the_first_to_go_on((first, second), &done);
+    daemon.stop().expect_exit(0);
+}
+
+/// As [`WORK`], and writes who works, and when, into `$LOG`.
+const WORK_BY_NAME: &str = r#"
+    echo "world $WORLD_SIZE"
+    until [ -e "$DONE" ]; do
+        echo "$NAME $(date +%s%N)" >>"$LOG"
+        sleep 0.02
+    done"#;
+
+/// The launcher of the only node is stopped, and another node joins: the job goes on there when the guardian has killed
+/// the workers that nobody could stop.
+#[test]
+fn two_generations_never_work_at_the_same_time() {
+    let (daemon, dir) = (Daemon::start(), crate::harness::temp_dir());
+    let (done, log) = (dir.path().join("done"), dir.path().join("log"));
+    let node = |name| {
+        let node = elastic_with(&daemon, "1:2", "last_call_timeout=0.3,takeover_timeout=5");
+        node.env("DONE", &done)
+            .env("LOG", &log)
+            .env("NAME", name)
+            .shell(WORK_BY_NAME)
+            .start()
+    };
+    let mut first = node("first");
+    first.wait_for("world 1");
+    first.signal(Signal::SIGSTOP);
+    let mut second = node("second");
+    second.wait_for("world 1");
+    eventually("the second has worked", || {
+        std::fs::read_to_string(&log)
+            .is_ok_and(|log| log.contains("second"))
+            .then_some(())
+    });
+    let worked = std::fs::read_to_string(&log).expect("a log");
+    let times = |name: &str| -> Vec<u64> {
+        let lines = worked.lines().filter_map(|line| line.split_once(' '));
+        lines
+            .filter(|(who, _)| *who == name)
+            .map(|(_, time)| time.parse().expect("a time"))
+            .collect()
+    };
+    let (last, next) = (
+        times("first").into_iter().max(),
+        times("second").into_iter().min(),
+    );
+    assert!(last < next, "{worked}");
+    first.signal(Signal::SIGCONT);
+    first.wait_for("world 2");
+    second.wait_for("world 2");
+    std::fs::write(&done, "").expect("writable");
+    first.finish().expect_exit(0);
+    second.finish().expect_exit(0);
     daemon.stop().expect_exit(0);
 }
 
