@@ -282,6 +282,7 @@ fn the_folder_of_a_run_that_lives_is_refused_to_others_whatever_they_ask_for() {
         let request = Request {
             token,
             restarted,
+            generation: 1 + u64::from(restarted),
             // Nobody is waited for.
             deadline: Instant::now(),
             ..request(run, 0, 1)
