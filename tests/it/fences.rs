@@ -130,7 +130,8 @@ fn a_daemon_with_a_ledger_waits_for_a_node_that_is_cut_off() {
 fn a_node_that_stays_away_for_longer_is_gone_and_its_number_is_not_used_again() {
     let state = temp_dir();
     let dir = state.path().to_str().expect("unicode");
-    let (split, daemon, mut x) = cut_off(&["--state-dir", dir, "--reattach-wait", "0.5"]);
+    let wait = ["--reattach-wait", "0.5", "--outage-timeout", "3"];
+    let (split, daemon, mut x) = cut_off(&[&["--state-dir", dir][..], &wait].concat());
     let mut y = split.node("y").start();
     y.wait_for("y is rank 0");
     x.signal(Signal::SIGCONT);

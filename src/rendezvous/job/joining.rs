@@ -50,7 +50,9 @@ impl Job {
         if is_left {
             context.decided(format!("job `{}`: no node of the last run is left", self.id));
             let nodes: Vec<String> = self.table.nodes().keys().cloned().collect();
-            nodes.iter().for_each(|node| self.await_end_of(context, node));
+            for node in &nodes {
+                self.await_end_of(context, node);
+            }
             self.table.dismiss_all(context);
         }
         is_left

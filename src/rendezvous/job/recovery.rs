@@ -44,7 +44,7 @@ pub(super) struct Recovery {
     /// Id of its assignment; empty while no node has reported it.
     assignment_id: String,
     /// What its nodes agree on; none while only nodes have come that have no part in it.
-    run: Option<Run>,
+    run: Option<Box<Run>>,
     /// By node rank.
     claims: BTreeMap<u32, Claim>,
     /// The rank that each of these nodes claims.
@@ -217,10 +217,12 @@ impl Recovery {
         }
         let held = Duration::from_millis(place.held_ms);
         let rank_limits = place.heartbeat.as_ref().and_then(RankLimits::of);
-        let run = self.run.get_or_insert_with(|| Run {
-            assignment: assignment.clone(),
-            ran: Duration::ZERO,
-            rank_limits: None,
+        let run = self.run.get_or_insert_with(|| {
+            Box::new(Run {
+                assignment: assignment.clone(),
+                ran: Duration::ZERO,
+                rank_limits: None,
+            })
         });
         run.ran = run.ran.max(held);
         run.rank_limits = run.rank_limits.or(rank_limits);
