@@ -30,7 +30,7 @@ fn elastic_with(daemon: &Daemon, range: &str, conf: &str) -> Launch {
 /// Kills the second node: the first one works on alone, with no restart spent.
 fn expect_the_first_to_go_on((mut first, second): (Running, Running), done: &Path) {
     second.signal(Signal::SIGKILL);
-    first.wait_for("was lost");
+    first.wait_for("was lost: its launcher died");
     first.wait_for("world 1 attempt 0");
     std::fs::write(done, "").expect("writable");
     first.finish().expect_exit(0);

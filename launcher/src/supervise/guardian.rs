@@ -272,14 +272,14 @@ impl Watch {
             }
         }
         self.kill_workers(HUNT_BOUND);
-        if let Some(notice) = self.notice.take() {
-            notice.send();
-        }
         // No process is left to report to.
         if let Some(group) = &self.group {
             let _ = cgroup::remove(group);
         }
         let _ = fs::remove_dir_all(&self.scratch_dir);
+        if let Some(notice) = self.notice.take() {
+            notice.send();
+        }
     }
 
     /// Waits for a record, or for the end of the launcher. False if that cannot be waited for.
@@ -364,7 +364,7 @@ impl DeathNotice {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
         if let Ok(runtime) = runtime {
             // The daemon waits for the end of the workers where it is not told.
-            let _ = runtime.block_on(tokio::time::timeout(NOTICE_BOUND, self.deliver()));
+            let _ = runtime.block_on(async { tokio::time::timeout(NOTICE_BOUND, self.deliver()).await });
         }
     }
 
