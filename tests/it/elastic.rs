@@ -81,7 +81,7 @@ const WORK_BY_NAME: &str = r#"
     done"#;
 
 /// The launcher of the only node is stopped, and another node joins: the job goes on there when the guardian has killed
-/// the workers that nobody could stop.
+/// the workers, which the stopped launcher cannot do.
 #[test]
 fn two_generations_never_work_at_the_same_time() {
     let (daemon, dir) = (Daemon::start(), crate::harness::temp_dir());

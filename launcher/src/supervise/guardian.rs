@@ -349,7 +349,7 @@ impl Watch {
 
 /// What the guardian tells the daemon when the launcher died and the workers are gone, so that other nodes take their
 /// places at once: where the daemon is, and which node it knows.
-#[derive(Debug, Serialize, Deserialize)]
+#[derive(Serialize, Deserialize)]
 pub(crate) struct DeathNotice {
     pub(crate) endpoint: String,
     /// None on a Unix socket, or with `--insecure`.

@@ -69,8 +69,7 @@ impl Job {
             }
         }
         self.table.dismiss(context, incarnation);
-        self.takeover.ended(incarnation);
-        self.takeover.peer_ended();
+        self.workers_ended(incarnation);
         self.consider_start(context);
     }
 

@@ -171,10 +171,7 @@ impl Job {
         let confirm = |node: &mut Node| node.confirm_stopped(from.generation);
         if self.table.change(&from.incarnation, confirm) == Some(true) {
             self.failures.count(stopped.more_failures, stopped.more_victims);
-            self.takeover.ended(&from.incarnation);
-            if from.generation == self.counter.generation() {
-                self.takeover.peer_ended();
-            }
+            self.workers_ended(&from.incarnation);
         } else {
             self.ignore(context, from, "NodeStopped");
         }

@@ -3,8 +3,8 @@
 //! A node that does not reach the daemon may train on. Where other nodes can go on without it (nodes may come and go, or
 //! one is on standby), its assignment says for how long: [`Config::takeover`]. The agent stops its workers before that
 //! time has passed since the last message that it knows to be received. The daemon starts no generation before it has
-//! passed since the last message that it received, unless the workers are gone for certain: the node says so, or two
-//! witnesses saw it die.
+//! passed since the last message that it received, unless the workers are gone for certain: the node says so, its guardian
+//! does, or two witnesses saw it die.
 //!
 //! In a job of fixed size without standbys the time is [`Config::outage_timeout`]. There it is enough that the node closed
 //! its connection and did not come back, or that the workers of a peer are gone: a step needs every rank.
@@ -19,6 +19,7 @@ use ddp_proto::exit;
 use ddp_proto::rendezvous::Assignment;
 
 use super::Job;
+use super::node::Node;
 use crate::rendezvous::config::Config;
 use crate::rendezvous::context::ApplyContext;
 use crate::rendezvous::event::{Record, Stage};
@@ -65,13 +66,13 @@ impl Takeover {
         self.ends.insert(incarnation.to_owned(), until);
     }
 
-    /// The workers of this node are gone.
+    /// The workers of this node are gone. See [`Job::workers_ended`] for what that proves of its peers.
     pub(super) fn ended(&mut self, incarnation: &str) {
         self.ends.remove(incarnation);
     }
 
-    /// The workers of a peer are gone.
-    pub(super) fn peer_ended(&mut self) {
+    /// The workers of a member are gone: without standbys, no other member makes another step.
+    fn member_ended(&mut self) {
         if self.after.is_none() {
             self.ends.clear();
         }
@@ -126,14 +127,21 @@ impl Job {
         }
     }
 
+    /// The workers of a node are gone. Those of a spare prove nothing of the last generation.
+    pub(super) fn workers_ended(&mut self, incarnation: &str) {
+        self.takeover.ended(incarnation);
+        if self.table.rank_of(incarnation).is_some() {
+            self.takeover.member_ended();
+        }
+    }
+
     /// The guardian of a node says that the launcher died, and that it has killed the workers.
     pub(in crate::rendezvous) fn launcher_died(&mut self, context: &mut ApplyContext<'_>, incarnation: &str) {
         if self.table.get(incarnation).is_some() {
             let cause = format!("{} was lost: its launcher died", self.table.name_of(incarnation));
             self.node_lost(context, incarnation, &cause, exit::RENDEZVOUS_TIMED_OUT);
         }
-        self.takeover.ended(incarnation);
-        self.takeover.peer_ended();
+        self.workers_ended(incarnation);
         self.consider_start(context);
         self.plan_wake();
     }
@@ -146,16 +154,13 @@ impl Job {
         if !self.is_at_work(incarnation) && !node.has_workers() {
             return;
         }
-        let mut peers = self
-            .table
-            .members_there()
-            .filter(|(peer, _)| *peer != incarnation);
-        let peer_ended = self.phase.running().is_none() && peers.any(|(_, node)| !node.has_workers());
-        if self.takeover.after().is_none() && (node.was_closed() || peer_ended) {
-            self.takeover.peer_ended();
+        let has_ended = |(peer, node): (&String, &Node)| peer != incarnation && !node.has_workers();
+        let peer_ended = self.phase.running().is_none() && self.table.members_there().any(has_ended);
+        let (was_closed, last_word) = (node.was_closed(), node.last_word());
+        if self.takeover.after().is_none() && (was_closed || peer_ended) {
+            self.workers_ended(incarnation);
         } else {
-            self.takeover
-                .await_end(context.config, incarnation, node.last_word());
+            self.takeover.await_end(context.config, incarnation, last_word);
         }
     }
 }

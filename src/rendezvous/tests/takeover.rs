@@ -127,3 +127,35 @@ fn the_successor_of_a_silent_node_takes_its_rank_when_the_node_is_lost() {
         assert_eq!((generation, assignment.node_rank), (2, 1), "after {seconds} s");
     }
 }
+
+/// The guardian of this node speaks, on a stream of its own.
+fn launcher_died(s: &mut Scene, node: &str) {
+    s.last_id += 1;
+    let leave = Leave {
+        launcher_died: true,
+        ..Leave::default()
+    };
+    s.say_from(node, ConnId(s.last_id), [10, 0, 0, 1], 0, Body::Leave(leave));
+}
+
+#[test]
+fn a_node_whose_guardian_has_killed_the_workers_is_replaced_at_once() {
+    let mut s = alone();
+    launcher_died(&mut s, "a");
+    let (generation, assignment) = s.assignment("b");
+    assert_eq!((generation, assignment.node_count), (2, 1));
+}
+
+/// Only members prove that their generation makes no more steps.
+#[test]
+fn the_end_of_a_newcomer_frees_no_place_of_a_silent_node() {
+    let mut s = Scene::new();
+    s.join("a", 2, 2).join("b", 2, 2).pass(12 * SECOND, &[]);
+    s.join("c", 2, 2).pass(12 * SECOND, &["c"]);
+    launcher_died(&mut s, "c");
+    launcher_died(&mut s, "unknown");
+    s.join("d", 2, 2).join("e", 2, 2).pass(60 * SECOND, &["d", "e"]);
+    assert_eq!(s.state.status(s.now, JOB).unwrap().phase, "gathering");
+    s.pass(540 * SECOND, &["d", "e"]);
+    assert_eq!(s.assignment("d").0, 2);
+}

@@ -227,7 +227,8 @@ impl Writer {
             let is_here = folder.as_os_str().is_empty();
             let folder = if is_here { Path::new(".") } else { folder };
             match self.storage.run(DiskStep::SyncFolder(folder)) {
-                // We did not create a folder that we may not open; and what has no names on a disk cannot be asked to keep them.
+                // We did not create a folder that we may not open; and what has no names on a disk cannot be asked to keep
+                // them.
                 Err(CheckpointError::Io {
                     kind: ErrorKind::PermissionDenied | ErrorKind::InvalidInput,
                     ..

@@ -78,7 +78,7 @@ pub enum DataError {
         /// The next step, where there is an obvious one.
         hint: Option<String>,
     },
-    /// A file cannot be opened, mapped or listed.
+    /// A file cannot be opened, read or listed.
     #[error("`{}` cannot be read: {cause}", path.display())]
     Unreadable {
         /// The file or folder.
