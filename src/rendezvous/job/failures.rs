@@ -171,7 +171,10 @@ impl Job {
         let confirm = |node: &mut Node| node.confirm_stopped(from.generation);
         if self.table.change(&from.incarnation, confirm) == Some(true) {
             self.failures.count(stopped.more_failures, stopped.more_victims);
-            self.workers_ended(&from.incarnation);
+            self.takeover.ended(&from.incarnation);
+            if from.generation == self.counter.generation() {
+                self.takeover.member_ended();
+            }
         } else {
             self.ignore(context, from, "NodeStopped");
         }

@@ -72,7 +72,7 @@ impl Takeover {
     }
 
     /// The workers of a member are gone: without standbys, no other member makes another step.
-    fn member_ended(&mut self) {
+    pub(super) fn member_ended(&mut self) {
         if self.after.is_none() {
             self.ends.clear();
         }
