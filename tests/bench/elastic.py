@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
-"""An elastic job of 2 to 4 nodes under kills, polite leaves and joins: what each costs, and that no step is lost.
+"""An elastic job of 2 to 4 nodes under kills, freezes, cuts, polite leaves and joins: what each costs, that no step is
+lost, and that no rank ever has two workers.
 
     cargo build --release --workspace --bins
     python3 tests/bench/elastic.py --seconds 300
 
 The nodes are launchers on this machine, each with one native rank; `ddp-rendezvous` runs beside them. A node is killed with
-its whole process group (as a machine that is reset), stopped with SIGTERM, or started. The lost time is counted on a node
-that stays: from the signal to the assignment of the next generation. At the end the losses of all steps are held against
-those of a run on one node that nothing disturbed. Standard library only.
+its whole process group (as a machine that is reset), frozen (SIGSTOP to its launcher, whose workers run on), cut off from
+the daemon (a relay that holds its bytes back), stopped with SIGTERM, or started. The lost time is counted on a node that
+stays: from the signal to the assignment of the next generation. /proc tells every 10 ms which worker holds which rank. At
+the end the losses of all steps are held against those of a run on one node that nothing disturbed. Standard library only.
 """
 import argparse
 import json
@@ -15,16 +17,20 @@ import os
 import pathlib
 import random
 import signal
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 TEXT = ROOT / "examples/data/python-reference.txt"
 # Within this time every change of the job's nodes has led to the next generation.
 PATIENCE_S = 60
+# Longer than `takeover_timeout`, so that another generation begins without the node.
+AWAY_S = 20
 # Relative difference of a step's loss: only the order of additions differs.
 TOLERANCE = 1e-6
 MIN_NODES, MAX_NODES = 2, 4
@@ -45,12 +51,88 @@ train:
 """
 
 
+class Relay:
+    """The way from one node to the daemon; while it is cut, it holds all bytes back."""
+
+    def __init__(self, endpoint):
+        host, port = endpoint.rsplit(":", 1)
+        self.target, self.is_open = (host, int(port)), threading.Event()
+        self.is_open.set()
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.endpoint = "127.0.0.1:%d" % self.listener.getsockname()[1]
+        threading.Thread(target=self.accept, daemon=True).start()
+
+    def accept(self):
+        while True:
+            near = self.listener.accept()[0]
+            self.is_open.wait()
+            try:
+                far = socket.create_connection(self.target)
+            except OSError:
+                return near.close()
+            for ends in ((near, far), (far, near)):
+                threading.Thread(target=self.copy, args=ends, daemon=True).start()
+
+    def copy(self, source, target):
+        try:
+            while data := source.recv(1 << 16):
+                self.is_open.wait()
+                target.sendall(data)
+        except OSError:
+            pass
+        self.is_open.wait()
+        for end in (source, target):
+            try:
+                end.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass
+
+
+class Holders(threading.Thread):
+    """Looks every 10 ms which living worker of this test holds which rank."""
+
+    def __init__(self, out):
+        super().__init__(daemon=True)
+        self.marker, self.looks, self.twice, self.known = str(out), 0, [], {}
+
+    def holder(self, pid):
+        """(rank, generation) of a worker of this job; none of another process."""
+        if pid not in self.known:
+            command = (pathlib.Path("/proc") / pid / "cmdline").read_bytes()
+            environment = (pathlib.Path("/proc") / pid / "environ").read_bytes().decode(errors="replace").split("\0")
+            values = dict(entry.split("=", 1) for entry in environment if "=" in entry)
+            is_worker = b"ddp-train" in command.split(b"\0")[0] and "RANK" in values and self.marker.encode() in command
+            self.known[pid] = (values["RANK"], values["DDP_GENERATION"]) if is_worker else None
+        return self.known[pid]
+
+    def living(self):
+        holders = {}
+        for pid in filter(str.isdigit, os.listdir("/proc")):
+            try:
+                state = (pathlib.Path("/proc") / pid / "stat").read_text().rpartition(")")[2].split()[0]
+                found = self.holder(pid) if state not in "ZX" else None
+            except (OSError, KeyError):
+                continue
+            if found:
+                holders.setdefault(found[0], set()).add(found[1])
+        return holders
+
+    def run(self):
+        while True:
+            self.looks += 1
+            for rank, generations in self.living().items():
+                if len(generations) > 1:
+                    self.twice.append(f"{time.time():.3f}: rank {rank} in generations {sorted(generations)}")
+            time.sleep(0.01)
+
+
 class Node:
     def __init__(self, job, number):
+        self.relay = Relay(job.endpoint)
         self.log = job.folder / f"events-{number}.jsonl"
         self.console = (job.folder / f"console-{number}").open("w")
         command = [job.programs / "ddp-run", "--nnodes", f"{MIN_NODES}:{MAX_NODES}", "--nproc-per-node", "1"]
-        command += ["--rdzv-endpoint", job.endpoint, "--rdzv-id", "elastic", "--rdzv-conf", "last_call_timeout=1"]
+        command += ["--rdzv-endpoint", self.relay.endpoint, "--rdzv-id", "elastic", "--rdzv-conf", "last_call_timeout=1"]
         command += ["--event-log-handler", self.log, "--max-restarts", "0", "--set", f"run.out_dir={job.out}", job.config]
         self.process = subprocess.Popen(command, stdout=self.console, stderr=subprocess.STDOUT, start_new_session=True)
 
@@ -126,7 +208,7 @@ class Job:
 
 def disturb(job, dice, seconds):
     """Kills, stops and starts nodes; returns the lost times of each kind."""
-    lost = {"kill": [], "leave": [], "join": []}
+    lost = {"kill": [], "leave": [], "join": [], "freeze": [], "cut": []}
     for _ in range(MAX_NODES):
         job.start_node()
     # Before the first checkpoint a restart would be a new run, of another global batch.
@@ -135,7 +217,7 @@ def disturb(job, dice, seconds):
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         count = len(job.nodes)
-        kinds = ["kill", "leave"] * (count > MIN_NODES) + ["join"] * (count < MAX_NODES)
+        kinds = ["kill", "leave", "freeze", "cut"] * (count > MIN_NODES) + ["join"] * (count < MAX_NODES)
         kind = dice.choice(kinds)
         time.sleep(dice.uniform(0.5, 2.5))
         since = time.time_ns()
@@ -145,13 +227,23 @@ def disturb(job, dice, seconds):
             victim = job.nodes.pop(dice.randrange(count))
             if kind == "kill":
                 os.killpg(victim.process.pid, signal.SIGKILL)
-            else:
+            elif kind == "leave":
                 victim.process.send_signal(signal.SIGTERM)
+            elif kind == "freeze":
+                victim.process.send_signal(signal.SIGSTOP)
+            else:
+                victim.relay.is_open.clear()
         print(f"{time.time():.3f} {kind}: {len(job.nodes)} nodes are left", file=sys.stderr, flush=True)
         lost[kind].append(job.lost_time(since, len(job.nodes)))
-        if kind != "join":
+        if kind in ("kill", "leave"):
             victim.process.wait(timeout=PATIENCE_S)
         job.wait_for_steps(len(job.nodes))
+        if kind in ("freeze", "cut"):
+            time.sleep(max(0, AWAY_S - (time.time_ns() - since) / 1e9))
+            victim.process.send_signal(signal.SIGCONT)
+            victim.relay.is_open.set()
+            job.nodes.append(victim)
+            job.wait_for_steps(len(job.nodes))
     return lost
 
 
@@ -179,6 +271,8 @@ def main():
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         job = Job(args.programs.resolve(), pathlib.Path(folder))
+        holders = Holders(job.folder)
+        holders.start()
         try:
             lost = disturb(job, random.Random(args.seed), args.seconds)
             job.end()
@@ -186,13 +280,17 @@ def main():
         finally:
             for process in [*(node.process for node in job.nodes), job.daemon]:
                 process.kill()
-    print(f"seed {args.seed}: {steps} steps, each once; losses differ by {difference:.1e} at most from one undisturbed node\n")
+    print(f"seed {args.seed}: {steps} steps, each once; losses differ by {difference:.1e} at most from one undisturbed node")
+    workers = sum(holder is not None for holder in holders.known.values())
+    print(f"{holders.looks} looks at {workers} workers, {len(holders.twice)} with two of one rank\n")
     print("| event | times | until the others are told, s | until the next generation, s |\n|---|---|---|---|")
     for kind, times in lost.items():
         if times:
             (again, told) = zip(*times)
             spread = lambda values: f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
             print(f"| {kind} | {len(times)} | {spread(told)} | {spread(again)} |")
+    if holders.twice:
+        sys.exit("error: two workers of one rank\n" + "\n".join(holders.twice[:10]))
     if difference > TOLERANCE:
         sys.exit(f"error: losses differ by {difference:.1e}, more than {TOLERANCE}")
 
