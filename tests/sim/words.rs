@@ -116,6 +116,12 @@ impl Words {
             "generation {generation} is over, `{to}` was assigned to it"
         );
         if generation > self.last_generation {
+            // A daemon counts by one. These nodes come from another one that began generations in between: that life of the
+            // run is not the one on which this daemon has given its verdict.
+            if generation > self.last_generation + 1 {
+                self.exit_codes.remove(&assignment.run_token);
+                self.failures.remove(&assignment.run_token);
+            }
             self.last_generation = generation;
             assert!(assignment.restart_count <= assignment.max_restarts);
             assert!(assignment.master_port > 0);
