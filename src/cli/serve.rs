@@ -98,7 +98,7 @@ struct ServeArgs {
     /// Elastic jobs that do not say: how long to wait for more nodes once one has come to a job that runs
     #[arg(long, value_name = "S", default_value = "10", value_parser = values::seconds)]
     scale_up_wait: Duration,
-    /// How long the verdict on a job is kept for nodes that do not leave
+    /// How long the result of a job is kept for late nodes
     #[arg(long, value_name = "S", default_value = "60", value_parser = values::seconds)]
     linger: Duration,
     /// Serve `/livez`, `/readyz`, `/metrics` and the status page at this address; port 0 picks a free port. Without

@@ -2,6 +2,8 @@
 
 use std::collections::BTreeSet;
 
+use nix::sys::signal::Signal;
+
 use crate::harness::{Daemon, Finished, Launch, ReservedPort, launch, temp_dir};
 
 /// Each worker's place, as one line.
@@ -61,6 +63,32 @@ fn hosted_by_node_rank_0_even_if_it_comes_last() {
 fn until(done: &std::path::Path) -> Launch {
     let script = r#"echo at work; until [ -e "$DONE" ]; do sleep 0.02; done"#;
     launch().env("DONE", done).shell(script)
+}
+
+#[test]
+fn each_wait_for_a_node_is_told() {
+    let (daemon, dir) = (Daemon::start(), crate::harness::temp_dir());
+    let done = dir.path().join("done");
+    let node = |rank| {
+        let node = until(&done).flag("--nnodes", "2").flag("--max-restarts", "1");
+        let node = node
+            .flag("--rdzv-endpoint", &daemon.endpoint)
+            .flag("--rdzv-id", "two");
+        node.flag("--node-rank", rank).start()
+    };
+    let mut first = node("0");
+    first.wait_for("waiting for 1 more");
+    let mut second = node("1");
+    first.wait_for("at work");
+    second.wait_for("at work");
+    second.signal(Signal::SIGKILL);
+    second.finish().expect_killed_by(Signal::SIGKILL);
+    first.wait_for("was lost: its launcher died");
+    first.wait_for("waiting for 1 more");
+    std::fs::write(&done, "").expect("writable");
+    node("1").finish().expect_exit(0);
+    first.finish().expect_exit(0);
+    daemon.stop().expect_exit(0);
 }
 
 #[test]

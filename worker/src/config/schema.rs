@@ -116,7 +116,7 @@ sections! {
     Train at "train." {
         /// Optimizer steps.
         steps: u64 = 1000, STEPS;
-        /// Samples per forward pass and data-parallel copy.
+        /// Samples per forward pass and replica.
         micro_batch: usize = 8;
         /// Micro-batches per step.
         grad_accumulation: usize = 1;
@@ -322,7 +322,7 @@ impl Default for Model {
 words! {
     /// `run.resume`
     Resume {
-        /// Refuse a directory that holds a run of another job. (A job always resumes its own run.)
+        /// Refuse a directory that holds a run of another job, or a finished one. (A job that was stopped resumes its own run.)
         Never = "never",
         /// Resume if there is a checkpoint, else start.
         Auto = "auto",
@@ -378,7 +378,7 @@ words! {
     Recompute {
         /// Backward keeps all that it reads.
         Nothing = "nothing",
-        /// Normalisations and GELUs: no matrix products.
+        /// Norms and GELUs, but no matmuls.
         Norms = "norms",
         /// Also the widened half of each feed-forward layer: much memory, little arithmetic.
         Selective = "selective",

@@ -312,7 +312,7 @@ fn strategy(trainer: &TrainerParts<'_>) -> String {
 fn nothing_to_shard(ranks: usize) -> String {
     let copy = match ranks {
         1 => "a single rank".to_owned(),
-        ranks => format!("{ranks} ranks hold a single data-parallel copy"),
+        ranks => format!("{ranks} ranks hold a single replica"),
     };
     format!("ddp: {copy}, nothing to shard")
 }
@@ -507,7 +507,7 @@ mod tests {
     #[test]
     fn the_line_of_a_strategy_that_has_nothing_to_shard() {
         insta::assert_snapshot!(nothing_to_shard(1), @"ddp: a single rank, nothing to shard");
-        insta::assert_snapshot!(nothing_to_shard(2), @"ddp: 2 ranks hold a single data-parallel copy, nothing to shard");
+        insta::assert_snapshot!(nothing_to_shard(2), @"ddp: 2 ranks hold a single replica, nothing to shard");
     }
 
     /// Of parameters, gradients and AdamW's state of seven billion parameters in f32.

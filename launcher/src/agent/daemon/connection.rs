@@ -274,8 +274,9 @@ impl DaemonConnection {
                 if machine.is_running() && machine.is_own(generation, assignment) {
                     self.console
                         .say(&format!("generation {generation} continues without a restart"));
-                    self.last_waiting.clear();
                 }
+                // The wait after this generation is another one, even if the words are the same.
+                self.last_waiting.clear();
                 assignment.lease_ms
             }
             _ => 0,
