@@ -74,39 +74,39 @@ struct ServeArgs {
     /// Do without token and TLS: every host that reaches the port can join jobs, read their data and stop them
     #[arg(long)]
     insecure: bool,
-    /// Keep what must not be forgotten in this directory: a daemon that is restarted waits for the nodes of its jobs
+    /// Keep the ledger of running jobs in this directory, so that a restarted daemon waits for their nodes
     #[arg(long, value_name = "DIR")]
     state_dir: Option<PathBuf>,
-    /// A node that says nothing for this long is lost, unless the steps of its peers show that it trains
+    /// A node that is silent for this long is lost, unless its peers still make progress
     #[arg(long, value_name = "S", default_value = "9", value_parser = lease)]
     lease: Duration,
-    /// A node whose connection broke is lost after this long
+    /// A node whose connection broke is lost after this long, unless it reconnects or its peers still make progress
     #[arg(long, value_name = "S", default_value = "5", value_parser = values::seconds)]
     reconnect_grace: Duration,
-    /// A silent node is lost after this long, however much the steps of others advance
+    /// A silent node is lost after this long, even if its peers make progress
     #[arg(long, value_name = "S", default_value = "600", value_parser = values::seconds)]
     outage_timeout: Duration,
-    /// With `--state-dir`: how long a daemon that was restarted waits for the nodes of a running generation
+    /// With `--state-dir`: how long a restarted daemon waits for the nodes of a running generation
     #[arg(long, value_name = "S", default_value = "60", value_parser = values::seconds)]
     reattach_wait: Duration,
-    /// How long a node's failure waits for its cause on another node
+    /// When a worker blames another rank for its failure, wait this long for the failure of that rank
     #[arg(long, value_name = "S", default_value = "0.5", value_parser = values::seconds)]
     culprit_wait: Duration,
-    /// Elastic jobs that do not say: how long to wait for more nodes once the least number is there
+    /// Elastic jobs: once MIN nodes have joined, wait this long for more; `last_call_timeout` of a job overrides it
     #[arg(long, value_name = "S", default_value = "10", value_parser = values::seconds)]
     last_call: Duration,
-    /// Elastic jobs that do not say: how long to wait for more nodes once one has come to a job that runs
+    /// Elastic jobs: once a node has joined a running job, wait this long for more before it grows
     #[arg(long, value_name = "S", default_value = "10", value_parser = values::seconds)]
     scale_up_wait: Duration,
-    /// How long the result of a job is kept for late nodes
+    /// Keep the result of a finished job this long for nodes that have not left
     #[arg(long, value_name = "S", default_value = "60", value_parser = values::seconds)]
     linger: Duration,
     /// Serve `/livez`, `/readyz`, `/metrics` and the status page at this address; port 0 picks a free port. Without
     /// `--read-token-file`, the page and the names of jobs in metrics are for this machine only
     #[arg(long, value_name = "HOST:PORT", env = "DDP_METRICS_ADDR", value_parser = with_port)]
     metrics_addr: Option<Endpoint>,
-    /// File with a token that shows the status page and the names of jobs in metrics, and allows nothing else. HTTP does
-    /// not encrypt it: make one other than that of the nodes
+    /// File with a token that can only read: the status page, and the names of jobs in metrics. HTTP does not encrypt it, so
+    /// it must differ from the token of the nodes
     #[arg(long, value_name = "FILE", env = DDP_READ_TOKEN_FILE)]
     read_token_file: Option<PathBuf>,
     /// How events are written to stderr: for people, or as JSON lines with time, job, generation and node

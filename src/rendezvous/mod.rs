@@ -12,7 +12,6 @@
 //! | `ranks` | node ranks | asked for, sticky, natural order of host names |
 //! | `size` | the size of a generation | which nodes make a number of ranks that the workers can go on with |
 //! | `history` | the past of a job | its generations with their reasons, and rank 0's losses |
-//! | `stragglers` | slow ranks | which ones, by their step times |
 //! | `partition` | a daemon that hears no node | whether its own network may be down |
 //! | `kv` | the store | write-once entries of one generation, blocking reads |
 //! | `store_totals` | all stores together | how much they take |
@@ -40,7 +39,6 @@ mod service;
 mod size;
 mod state;
 mod store_totals;
-mod stragglers;
 #[cfg(test)]
 mod tests;
 

@@ -93,7 +93,7 @@ pub fn job(name: &str, status: &StatusReply, bounds: Bounds) -> Value {
     let nodes = status.nodes.iter().take(bounds.nodes).map(|node| {
         let shown = &node.ranks[..node.ranks.len().min(room)];
         room -= shown.len();
-        as_json(node, shown, status)
+        as_json(node, shown)
     });
     let nodes: Vec<Value> = nodes.collect();
     let generations = status.generations.iter().map(|generation| {
@@ -122,20 +122,16 @@ pub fn job(name: &str, status: &StatusReply, bounds: Bounds) -> Value {
         "generations": generations.collect::<Vec<_>>(),
         "more_generations": status.more_generations,
         "losses": status.losses.iter().map(|point| json!([point.step, point.loss])).collect::<Vec<_>>(),
-        "median_step_time_s": status.median_step_time_s,
-        "stragglers": status.stragglers,
-        "more_stragglers": status.more_stragglers,
     })
 }
 
-fn as_json(node: &NodeStatus, shown: &[RankProgress], status: &StatusReply) -> Value {
+fn as_json(node: &NodeStatus, shown: &[RankProgress]) -> Value {
     let ranks = shown.iter().map(|rank| {
         json!({
             "rank": rank.rank,
             "step": rank.step,
             "step_time_s": rank.step_time_s,
             "silent_ms": rank.silent_ms,
-            "straggler": is_straggler(rank, status),
         })
     });
     json!({
@@ -152,11 +148,6 @@ fn as_json(node: &NodeStatus, shown: &[RankProgress], status: &StatusReply) -> V
         "ranks": ranks.collect::<Vec<_>>(),
         "more_ranks": node.ranks.len() - shown.len(),
     })
-}
-
-/// The daemon names the rank as one that takes longer than the others.
-pub fn is_straggler(rank: &RankProgress, status: &StatusReply) -> bool {
-    status.stragglers.binary_search(&rank.rank).is_ok()
 }
 
 fn left_over(have: usize, bound: usize, more: u32) -> u64 {
@@ -182,7 +173,6 @@ mod tests {
         let status = StatusReply {
             nodes: [0, 4, 8].map(node).to_vec(),
             more_nodes: 7,
-            stragglers: vec![5],
             ..StatusReply::default()
         };
         let bounds = Bounds {
@@ -198,8 +188,6 @@ mod tests {
             (nodes[0]["more_ranks"].as_u64(), nodes[1]["more_ranks"].as_u64()),
             (Some(0), Some(2))
         );
-        assert_eq!(nodes[1]["ranks"][1]["straggler"], true);
-        assert_eq!(nodes[1]["ranks"][0]["straggler"], false);
         let listed = jobs(
             &JobsReply {
                 jobs: vec![ddp_proto::rendezvous::JobSummary::default(); 3],

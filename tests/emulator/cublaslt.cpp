@@ -8,12 +8,10 @@
 // what is beside.
 
 #include <algorithm>
-#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <dlfcn.h>
-#include <thread>
 #include <vector>
 
 #include "cuda.h"
@@ -49,14 +47,9 @@ struct Preference {
 // What the library keeps in it is its own: here, the least alignment of A, B, C, D and the bias.
 struct Algorithm {
     uint32_t alignments[6];
-    uint64_t number;
-    uint64_t reserved[4];
+    uint64_t reserved[5];
 };
 static_assert(sizeof(Algorithm) == 64, "cublasLtMatmulAlgo_t");
-
-// Those that are known for a product, by their numbers: with EMULATOR_SLOW_PRODUCTS=1 the first is slow, the second
-// cannot run, and the third is as fast as all are otherwise.
-constexpr int ALGORITHMS = 3;
 
 struct Candidate {
     Algorithm algorithm;
@@ -290,9 +283,9 @@ API int cublasLtMatmulAlgoGetHeuristic(Handle, Handle operation, Handle a, Handl
     Algorithm algorithm = {};
     std::copy(preferred.alignments, preferred.alignments + 4, algorithm.alignments);
     algorithm.alignments[4] = alignment(known.bias);
-    for (; *count < std::min(wanted, ALGORITHMS); ++*count) {
-        algorithm.number = *count;
-        found[*count] = Candidate{algorithm, std::min<size_t>(WORKSPACE, preferred.workspace), OK, 1.0f, {}};
+    if (wanted > 0) {
+        found[0] = Candidate{algorithm, std::min<size_t>(WORKSPACE, preferred.workspace), OK, 1.0f, {}};
+        *count = 1;
     }
     return OK;
 }
@@ -316,13 +309,6 @@ API int cublasLtMatmul(Handle, Handle operation, const void *alpha, const void *
     }
     if (alignment(workspace) < WORKSPACE_ALIGNMENT) {
         return refuse("a workspace that does not begin at a multiple of 256 bytes");
-    }
-    static const bool differ = getenv("EMULATOR_SLOW_PRODUCTS");
-    if (differ && algorithm->number == 1) {
-        return NOT_SUPPORTED;
-    }
-    if (differ && algorithm->number == 0) {
-        enqueue(stream, [](void *) { std::this_thread::sleep_for(std::chrono::milliseconds(5)); }, nullptr);
     }
     auto *product = new Product{known, {layouts[0], layouts[1], layouts[2], layouts[3]}, a, b, c, d,
                                 workspace, workspace_bytes, *(const float *)alpha, *(const float *)beta};

@@ -7,7 +7,7 @@
 
 # What `speed` trains 124M with once more, each to be compared with 124M without: NAME, then VARIABLE=VALUE of the
 # environment or KEY=VALUE of the configuration. report.py finds them by their logs.
-switches=("timed DDP_TIMED_PRODUCTS=1" "kept train.recompute=nothing")
+switches=("kept train.recompute=nothing")
 
 # A prebuilt test or example, if it was packed: NAME FILE LIMIT [ARGUMENT...].
 binary() {

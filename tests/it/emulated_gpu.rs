@@ -11,7 +11,6 @@ mod inference;
 mod libraries;
 mod script;
 
-use std::path::PathBuf;
 use std::sync::OnceLock;
 
 use nix::sys::signal::{Signal, kill};
@@ -133,52 +132,6 @@ fn losses_are_those_of_the_processor() {
         &["train.precision=bf16", "train.recompute=nothing"],
     );
     expect_close("bf16 with kept norms and GELUs", &found, 2e-3);
-}
-
-/// Algorithms that are chosen by timing, when none has been chosen yet, and when all have.
-#[test]
-#[ignore = "minutes of emulated GPUs: .ci/run emulated_gpu"]
-fn products_are_timed_once() {
-    let emulator = emulator();
-    let cache = tempfile::tempdir().unwrap();
-    let timed = |job: &TinyJob| {
-        let launch = gpus(emulator, job, 1).env("DDP_TIMED_PRODUCTS", "1");
-        let finished = launch
-            .env("XDG_CACHE_HOME", cache.path().to_str().unwrap())
-            .env("RUST_LOG", "ddp_worker=debug")
-            .env("EMULATOR_SLOW_PRODUCTS", "1")
-            .target("tiny.yaml")
-            .run();
-        finished.expect_exit(0);
-        expect_same_losses("timed", &losses(&job.out()), expected());
-        finished
-            .transcript()
-            .matches("by the library's judgement")
-            .count()
-    };
-    // Each a hash of the rest, and an algorithm with its number behind six alignments.
-    let choices = || -> Vec<(PathBuf, Vec<u8>)> {
-        let files = std::fs::read_dir(cache.path().join("ddp-run/kernels")).unwrap();
-        let paths = files.map(|file| file.unwrap().path());
-        let choices = paths.filter(|path| path.extension().is_some_and(|extension| extension == "choice"));
-        choices
-            .map(|path| (path.clone(), std::fs::read(path).unwrap()))
-            .collect()
-    };
-    let first = timed(&job());
-    assert!(first > 4, "{first}");
-    let chosen = choices();
-    assert_eq!(chosen.len(), first);
-    for (_, choice) in &chosen {
-        assert_eq!((choice.len(), choice[32 + 24]), (32 + 64, 2), "the fast one");
-    }
-    assert_eq!(timed(&job()), 0);
-    // A choice that the library does not know is made anew.
-    let (path, choice) = &chosen[0];
-    let other = [9; 64];
-    std::fs::write(path, [&blake3::hash(&other).as_bytes()[..], &other[..]].concat()).unwrap();
-    assert_eq!(timed(&job()), 1);
-    assert_eq!(&std::fs::read(path).unwrap(), choice);
 }
 
 /// With work that is late: whatever does not wait for what it needs comes too early.

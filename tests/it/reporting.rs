@@ -1,4 +1,4 @@
-//! What a run says of itself while it trains and at its end, and what is drawn of it.
+//! What a run says of itself while it trains and at its end.
 
 use std::ffi::OsStr;
 use std::path::Path;
@@ -49,10 +49,7 @@ fn the_end_of_a_run_leads_on_and_what_it_names_works() {
     // The commands as they stand there, under the names that are on a user's PATH.
     let of_program = |line: &String| line.split_once("ddp-train ").map(|(_, args)| args.to_owned());
     let commands: Vec<String> = finished.stdout().iter().filter_map(of_program).collect();
-    assert_eq!(commands, ["plot out", "generate out --prompt 'The '"]);
-    run(job.dir(), "plot out".split(' '))
-        .expect_exit(0)
-        .expect_stdout("out/plot.html: 1 run, 40 steps");
+    assert_eq!(commands, ["generate out --prompt 'The '"]);
     run(
         job.dir(),
         ["generate", "out", "--prompt", "The ", "--max-tokens", "2"],
@@ -61,7 +58,7 @@ fn the_end_of_a_run_leads_on_and_what_it_names_works() {
 }
 
 #[test]
-fn a_restart_repeats_only_what_has_changed_and_is_marked_in_the_plot() {
+fn a_restart_repeats_only_what_has_changed() {
     let job = TinyJob::new();
     let running = job
         .launch()
@@ -88,13 +85,6 @@ fn a_restart_repeats_only_what_has_changed_and_is_marked_in_the_plot() {
         (count("steps  "), count("parameters  "), count("strategy  ")),
         (2, 1, 1)
     );
-    let plot = run(job.dir(), "plot out out/metrics.jsonl -o both.svg".split(' '));
-    plot.expect_exit(0).expect_stdout("both.svg: 2 runs, 60 steps");
-    let svg = std::fs::read_to_string(job.dir().join("both.svg")).expect("a picture");
-    assert!(
-        svg.starts_with("<svg ") && svg.contains(">generation 2</text>"),
-        "{svg}"
-    );
     let lives = std::fs::read_dir(job.out().join("tensorboard"))
         .expect("a folder")
         .count();
@@ -120,38 +110,4 @@ fn training_goes_on_without_event_files() {
         .run()
         .expect_exit(0)
         .expect_stderr("TensorBoard events are no longer written, training continues: ");
-}
-
-#[test]
-fn what_cannot_be_drawn_is_named() {
-    let dir = crate::harness::temp_dir();
-    std::fs::write(dir.path().join("metrics.jsonl"), "{\"step\":1,\"loss\":2}\nx\n").expect("writable");
-    run(dir.path(), "plot .".split(' '))
-        .expect_exit(0)
-        .expect_stderr("warning: skipped an invalid line: ./metrics.jsonl:2: not a line of metrics");
-    run(dir.path(), "plot none".split(' '))
-        .expect_exit(2)
-        .expect_stderr("error: cannot read `none`: No such file or directory");
-    for run in ["runs/a", "runs/b", "runs/no-run"] {
-        std::fs::create_dir_all(dir.path().join(run)).expect("writable");
-    }
-    for run in ["runs/a", "runs/b"] {
-        std::fs::write(dir.path().join(run).join("metrics.jsonl"), "").expect("writable");
-    }
-    // The clock of a file system is coarse: equal times are in the order of the names.
-    run(dir.path(), "plot runs".split(' '))
-        .expect_exit(2)
-        .expect_stderr("error: cannot read `runs/metrics.jsonl`: No such file or directory")
-        .expect_stderr("hint: pass one of the runs in this directory, newest first: `runs/b`, `runs/a`");
-    std::fs::remove_file(dir.path().join("metrics.jsonl")).expect("it is there");
-    run(dir.path(), "plot .".split(' '))
-        .expect_exit(2)
-        .expect_stderr("hint: pass one of the runs two levels down, newest first: `./runs/b`, `./runs/a`");
-    std::fs::write(dir.path().join("metrics.jsonl"), "{\"step\":1,\"loss\":2}\n").expect("writable");
-    run(dir.path(), "plot . -o plot.png".split(' '))
-        .expect_exit(2)
-        .expect_stderr("expected a path that ends in `.html` or `.svg`");
-    run(dir.path(), "plot . -o none/plot.svg".split(' '))
-        .expect_exit(2)
-        .expect_stderr("error: cannot write `none/plot.svg`: No such file or directory");
 }

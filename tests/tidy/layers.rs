@@ -14,10 +14,9 @@ const LAYERS: [(&str, &[&str]); 5] = [
 ];
 
 /// Modules of the worker that a command about files of a run knows.
-const KNOWN_MODULES: [(&str, &str); 5] = [
+const KNOWN_MODULES: [(&str, &str); 4] = [
     ("src/cli/train/ckpt/", "checkpoint"),
     ("src/cli/train/inference/", "inference"),
-    ("src/cli/train/plot.rs", "metrics"),
     ("src/cli/train/schedule.rs", "parallel::pipeline"),
     ("src/cli/train/tokenize.rs", "tokenize"),
 ];

@@ -7,7 +7,6 @@ use ddp_proto::rendezvous::{GenerationStatus, JobsReply, NodeStatus, StatusReply
 use ddp_proto::words::{bytes, counted, duration};
 
 use crate::cli::answer;
-use crate::rendezvous::report::is_straggler;
 
 /// The cell of an unknown number.
 const UNKNOWN: &str = "–";
@@ -110,32 +109,20 @@ fn ranks(status: &StatusReply) -> String {
         .flat_map(|node| node.ranks.iter().map(move |rank| (node, rank)));
     let rows: Vec<_> = told
         .map(|(node, rank)| {
-            let slow = if is_straggler(rank, status) { "slow" } else { "" };
             vec![
                 rank.rank.to_string(),
                 visible(&node.hostname),
                 rank.step.to_string(),
                 rank.step_time_s.map_or_else(|| UNKNOWN.to_owned(), step_time),
                 ago(rank.silent_ms),
-                slow.to_owned(),
             ]
         })
         .collect();
     if rows.is_empty() {
         return String::new();
     }
-    let title = ["rank", "host", "step", "step time", "quiet for", ""];
-    let mut text = format!("\n{}", table(&title, &[0, 2, 3, 4], rows.into_iter()));
-    if let Some(median) = status.median_step_time_s {
-        let slow = status.stragglers.len() as u64 + u64::from(status.more_stragglers);
-        let median = step_time(median);
-        let _ = writeln!(
-            text,
-            "median step time {median}; {} behind and above 1.5 times that",
-            counted(slow, "rank")
-        );
-    }
-    text
+    let title = ["rank", "host", "step", "step time", "quiet for"];
+    format!("\n{}", table(&title, &[0, 2, 3, 4], rows.into_iter()))
 }
 
 fn generations(status: &StatusReply) -> String {
@@ -294,8 +281,6 @@ mod tests {
                 },
             ],
             losses: vec![LossPoint { step: 40, loss: 3.25 }],
-            median_step_time_s: Some(0.5),
-            stragglers: vec![1],
             kv_bytes: 2048,
             ..StatusReply::default()
         }
@@ -314,8 +299,7 @@ mod tests {
 
          rank  host   step  step time  quiet for
             0  node0    40   500.0 ms      0.3 s
-            1  node0     9     2.25 s      0.3 s  slow
-        median step time 500.0 ms; 1 rank behind and above 1.5 times that
+            1  node0     9     2.25 s      0.3 s
 
         generation 1 (2 nodes, 4 ranks) began 1:35 ago
           all 2 nodes joined

@@ -5,7 +5,6 @@ mod ckpt;
 pub mod doctor;
 mod inference;
 mod planner;
-mod plot;
 mod runs;
 mod schedule;
 mod tokenize;
@@ -46,7 +45,6 @@ enum Command {
     /// Estimate memory, traffic and the shortest step time of a run, on hardware that this machine need not have
     Plan(planner::PlanArgs),
     Schedule(schedule::ScheduleArgs),
-    Plot(plot::PlotArgs),
     Tokenize(tokenize::Args),
     /// Inspect, verify and export checkpoints, or go back to an older one
     #[command(subcommand)]
@@ -84,7 +82,6 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
         Command::Run { config, overrides } => native::run(&config, &overrides),
         Command::Plan(args) => planner::run(&args),
         Command::Schedule(args) => schedule::run(&args),
-        Command::Plot(args) => plot::run(&args),
         Command::Tokenize(args) => tokenize::run(&args),
         Command::Ckpt(command) => ckpt::run(&command),
         Command::Generate(args) => inference::generate(&args),

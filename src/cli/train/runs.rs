@@ -6,8 +6,6 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
-/// A file of every run.
-pub(super) const METRICS: &str = "metrics.jsonl";
 /// The directory of the checkpoints of a run.
 pub(super) const CHECKPOINTS: &str = "checkpoints";
 /// Most runs that are named.
@@ -17,12 +15,12 @@ const LEVELS: [&str; 2] = ["in this directory", "two levels down"];
 const MAX_ENTRIES: usize = 4096;
 
 /// A line that names the newest runs of `directory`, or of the directories in it; empty if there are none. A run is a
-/// directory that holds `mark`, whose last change is its time.
-pub(super) fn hint(directory: &Path, mark: &str) -> String {
+/// directory that holds [`CHECKPOINTS`], whose last change is its time.
+pub(super) fn hint(directory: &Path) -> String {
     let mut folders = vec![directory.to_owned()];
     for level in LEVELS {
         folders = folders.iter().flat_map(|folder| folders_in(folder)).collect();
-        let named = newest(&folders, mark);
+        let named = newest(&folders);
         if !named.is_empty() {
             let named = named.join("`, `");
             return format!("\n  hint: pass one of the runs {level}, newest first: `{named}`");
@@ -38,8 +36,8 @@ fn folders_in(folder: &Path) -> Vec<PathBuf> {
 }
 
 /// The newest of these that are runs. Equal times are in the order of the names.
-fn newest(folders: &[PathBuf], mark: &str) -> Vec<String> {
-    let time_of = |folder: &Path| fs::metadata(folder.join(mark)).ok()?.modified().ok();
+fn newest(folders: &[PathBuf]) -> Vec<String> {
+    let time_of = |folder: &Path| fs::metadata(folder.join(CHECKPOINTS)).ok()?.modified().ok();
     let mut runs: Vec<(SystemTime, String)> = folders
         .iter()
         .filter_map(|folder| Some((time_of(folder)?, folder.display().to_string())))
@@ -57,12 +55,11 @@ mod tests {
     fn runs_are_named_where_they_are_and_not_further_down() {
         let dir = tempfile::tempdir().unwrap();
         let hint = |path: &str| {
-            let hint = hint(&dir.path().join(path), METRICS);
+            let hint = hint(&dir.path().join(path));
             hint.replace(&format!("{}/", dir.path().display()), "")
         };
         for run in ["runs/first/a", "runs/first/b"] {
-            fs::create_dir_all(dir.path().join(run)).unwrap();
-            fs::write(dir.path().join(run).join(METRICS), "").unwrap();
+            fs::create_dir_all(dir.path().join(run).join(CHECKPOINTS)).unwrap();
         }
         let named = "newest first: `runs/first/b`, `runs/first/a`";
         let here = format!("\n  hint: pass one of the runs in this directory, {named}");

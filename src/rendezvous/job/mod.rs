@@ -58,7 +58,6 @@ use super::ranks::Member;
 use super::report::Census;
 use super::size::RankLimits;
 use super::store_totals::Load;
-use super::stragglers;
 use failures::Failures;
 use gathering::Gathering;
 use generation_counter::GenerationCounter;
@@ -597,8 +596,6 @@ impl Job {
         };
         reply.more_nodes = (self.table.nodes().len() - reply.nodes.len()) as u32;
         self.history.tell(now, &mut reply);
-        let nodes = self.table.nodes().values();
-        stragglers::tell(nodes.flat_map(Node::ranks), &mut reply);
         reply
     }
 }

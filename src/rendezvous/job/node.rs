@@ -36,9 +36,8 @@ pub(super) struct Node {
     /// Another node has the rank that it asks for.
     waits_for_place: bool,
     step: Option<u64>,
-    /// The progress of each of its workers, for the status, and when it was reported.
+    /// The progress of each of its workers, for the status.
     ranks: Vec<RankProgress>,
-    ranks_at: Duration,
     /// The log directory of its workers, as it reported it.
     log_dir: String,
 }
@@ -80,7 +79,6 @@ impl Node {
             waits_for_place: false,
             step: place.and_then(|place| place.heartbeat?.step),
             ranks: Vec::new(),
-            ranks_at: Duration::ZERO,
             log_dir: String::new(),
         }
     }
@@ -199,11 +197,6 @@ impl Node {
         }
     }
 
-    /// The progress of each of its workers, and when it was reported.
-    pub(super) fn ranks(&self) -> impl Iterator<Item = (Duration, &RankProgress)> {
-        self.ranks.iter().map(|rank| (self.ranks_at, rank))
-    }
-
     /// Keeps the reported progress of its workers, within bounds.
     pub(super) fn note_progress(&mut self, context: &ApplyContext<'_>, heartbeat: &Heartbeat) {
         let is_time = |time: &f64| time.is_finite() && *time >= 0.0;
@@ -214,7 +207,6 @@ impl Node {
         });
         self.ranks.clear();
         self.ranks.extend(told);
-        self.ranks_at = context.at.now;
         let log_dir = printable::line(&heartbeat.log_dir);
         clip(&log_dir, context.config.max_name_bytes.max(1024)).clone_into(&mut self.log_dir);
     }

@@ -4,13 +4,11 @@
 //! |---|---|
 //! | `reports.rs` | [`MetricsLog`]: `metrics.jsonl`, a [`MetricsLine`] a step; [`Summary`]: `summary.json`; [`TimelineFiles`]: the folder `timeline` |
 //! | `run_dir.rs` | [`RunDir`]: the folder of a run, prepared by rank 0 and seen by all |
-//! | [`plot`] | curves of these numbers to look at |
 //! | `hold.rs` | one process has a folder at a time, and later lives of a run know theirs |
 //! | `run_file.rs` | a file that is replaced as a whole; [`RunFilesError`]: what can be wrong with the files of a run |
 //! | `tensorboard.rs` | [`EventFile`]: the same numbers for TensorBoard |
 
 mod hold;
-pub mod plot;
 mod reports;
 mod run_dir;
 mod run_file;

@@ -2,7 +2,7 @@
 //! The pointer over a box shows its tip.
 
 use super::overlap::Intervals;
-use super::svg::{Axis, CHARACTER, Svg};
+use super::svg::{CHARACTER, Svg, TimeAxis};
 
 const WIDTH: f64 = 1600.0;
 /// Where time begins, right of the names of the lanes.
@@ -75,7 +75,7 @@ impl LanePicture<'_> {
             svg.text([x + 20.0, 77.0], "quiet", words);
             x += 44.0 + words.len() as f64 * CHARACTER;
         }
-        let time = Axis::new([0.0, self.end], [LEFT, RIGHT], 10.0);
+        let time = TimeAxis::new(self.end, [LEFT, RIGHT], 10.0);
         for tick in time.ticks() {
             let x = time.place(tick);
             svg.line([x, HEADER, x, bottom + 4.0]);
@@ -96,7 +96,7 @@ impl LanePanel {
         HEADING + self.lanes.iter().map(|lane| lane.height + GAP).sum::<f64>()
     }
 
-    fn draw(&self, svg: &mut Svg, time: &Axis, top: f64) {
+    fn draw(&self, svg: &mut Svg, time: &TimeAxis, top: f64) {
         svg.text([16.0, top + 20.0], "heading", &self.heading);
         svg.text([LEFT, top + 20.0], "quiet", &self.note);
         let mut y = top + HEADING;
@@ -110,7 +110,7 @@ impl LanePanel {
 }
 
 impl DrawnLane {
-    fn draw(&self, svg: &mut Svg, time: &Axis, y: f64) {
+    fn draw(&self, svg: &mut Svg, time: &TimeAxis, y: f64) {
         for layer in 0..LAYERS {
             let above = self.boxes.iter().filter(|other| other.layer > layer);
             let above = Intervals::union(above.map(|other| other.time));

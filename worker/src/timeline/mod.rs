@@ -5,7 +5,7 @@
 //! | `span.rs` | [`Span`]: one thing that ran, on a lane; how clocks of several processes are brought together; [`Timeline`], which takes spans while it is open |
 //! | `overlap.rs` | [`Overlap`]: how much of the communication was hidden behind arithmetic; which ranks waited for which |
 //! | `trace_file.rs` | [`TraceFile`]: spans in the Trace Event Format, which <https://ui.perfetto.dev> shows |
-//! | `svg.rs` | the elements of pictures, and axes |
+//! | `svg.rs` | the elements of pictures, and the axis of time |
 //! | `lanes.rs` | pictures of lanes below each other |
 //! | `picture.rs` | [`picture`]: one step of some ranks as an SVG |
 //!

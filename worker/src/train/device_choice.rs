@@ -19,10 +19,6 @@ const SHARE_GPUS: &str = "NCCL_MULTI_RANK_GPU_ENABLE";
 /// Ranks that name different hosts may share a GPU with any NCCL.
 const HOST_NAME: &str = "NCCL_HOSTID";
 
-/// With this variable set to 1, the algorithms of matrix products are chosen by timing. Of one rank only: ranks that choose
-/// differently would differ in what each computes for itself.
-const TIMED_PRODUCTS: &str = "DDP_TIMED_PRODUCTS";
-
 /// Where a rank computes.
 pub(super) enum Choice {
     /// On what the caller brought.
@@ -157,23 +153,14 @@ impl Choice {
         }
     }
 
-    /// Opens the device, a CPU with so many threads, for a rank that is alone or one of several.
-    pub(super) fn open(
-        self,
-        config: &TrainConfig,
-        threads: usize,
-        is_alone: bool,
-    ) -> Result<Arc<dyn Device>, TrainError> {
-        if is_set(TIMED_PRODUCTS) && !is_alone {
-            warn(&format!("`{TIMED_PRODUCTS}` is for one rank: it is ignored"));
-        }
+    /// Opens the device, a CPU with so many threads.
+    pub(super) fn open(self, config: &TrainConfig, threads: usize) -> Result<Arc<dyn Device>, TrainError> {
         Ok(match self {
             Self::Given(device) => device,
             Self::Cpu => Arc::new(CpuDevice::new(threads)?),
             Self::Gpu(ordinal) => Arc::new(CudaDevice::open(CudaOptions {
                 ordinal,
                 tf32: config.train.precision == Precision::Tf32,
-                timed_products: is_set(TIMED_PRODUCTS) && is_alone,
                 cache: KernelCache::of_user(),
             })?),
         })

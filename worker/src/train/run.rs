@@ -233,10 +233,9 @@ fn end_summary(summary: &Summary, first_step: u64, out_dir: &Path) -> String {
         lines.push(format!("checkpoint  {out}/checkpoints/{checkpoint}"));
     }
     lines.push(format!("metrics     {out}/metrics.jsonl"));
-    let out = quoted(&out_dir.to_string_lossy());
-    lines.push(format!("next        ddp-train plot {out}"));
     if summary.checkpoint.is_some() {
-        lines.push(format!("            ddp-train generate {out} --prompt 'The '"));
+        let out = quoted(&out_dir.to_string_lossy());
+        lines.push(format!("next        ddp-train generate {out} --prompt 'The '"));
     }
     lines.join("\n")
 }
@@ -307,8 +306,7 @@ mod tests {
         val loss 1.718 nats/byte (unigram 3.25, bigram 2.32)
         checkpoint  runs/a/b/checkpoints/step_00000600
         metrics     runs/a/b/metrics.jsonl
-        next        ddp-train plot runs/a/b
-                    ddp-train generate runs/a/b --prompt 'The '
+        next        ddp-train generate runs/a/b --prompt 'The '
         ");
         let stopped = Summary {
             steps: 340,
@@ -321,7 +319,6 @@ mod tests {
         stopped after step 340 (SIGTERM); the checkpoint is saved; the last 40 in 0:32 at 38.2k tok/s
         best val loss 1.718 after step 600
         metrics     my run/metrics.jsonl
-        next        ddp-train plot 'my run'
         ");
         let words = end_summary(&summary(), 600, Path::new("r"));
         assert!(

@@ -143,8 +143,7 @@ pub(super) fn prepare<'a>(
     let norm_order = spec.norm_order(config, &opened.whole)?;
     let activations = spec.activations(config)?;
     let (env, choice) = (session.env(), opened.choice);
-    let is_alone = session.env().world_size.get() == 1;
-    let device = choice.open(config, threads(config), is_alone)?;
+    let device = choice.open(config, threads(config))?;
     let world = World::connect(config, session, device, opened.transport, spec.strategy.mesh)?;
     let (parameters, reducer) = allocate(&world, config, &spec.strategy, &spec.model, &spec.layout)?;
     let home = state_home(&world, &parameters, config, &run_dir)?;

@@ -3,9 +3,7 @@
 
 use ddp_proto::words::{bytes, counted, grouped};
 
-use super::TrainError;
-use super::planning::{Estimate, Footprint};
-use super::rank_spec::RankSpec;
+use super::planning::Footprint;
 use super::setup::{Prepared, is_restarted};
 use super::step::TrainerParts;
 use crate::config::{
@@ -81,9 +79,6 @@ fn rows(prepared: &Prepared<'_>) -> Rows {
     table.add("tokenizer", tokenizer(&prepared.dataset));
     table.add("initial weights", prepared.pretrained.clone());
     table.add("optimizer state", offloaded(prepared));
-    // A row for people must not end a run.
-    let accumulation = accumulation(prepared).inspect_err(|e| tracing::warn!("both ways to accumulate: {e}"));
-    table.add("accumulation", accumulation.unwrap_or_default());
     table.add("recomputation", recomputation(train.recompute));
     table.add("learning rate", scaled_rate(train, global_batch.samples()));
     table.add("schedule", prepared.steps_before.and_then(stretched));
@@ -383,43 +378,6 @@ fn on_the_host(state: &str, across: Option<(usize, usize)>) -> String {
     }
 }
 
-/// What both ways to accumulate cost, where there is a choice.
-fn accumulation(prepared: &Prepared<'_>) -> Result<Option<String>, TrainError> {
-    let trainer = prepared.trainer.parts();
-    let (config, strategy) = (trainer.config, &trainer.spec.strategy);
-    // The stages of a pipeline hold whole gradients.
-    let has_choice = matches!(strategy.strategy, Strategy::Zero2 | Strategy::Zero3)
-        && strategy.mesh.size(&[Axis::Pipeline]) == 1;
-    if config.train.grad_accumulation == 1 || !has_choice {
-        return Ok(None);
-    }
-    let estimate = |accumulate| {
-        let spec = RankSpec {
-            strategy: strategy.accumulating(accumulate),
-            ..trainer.spec.clone()
-        };
-        Estimate::new(config, &spec, trainer.replica.pool.allocated_bytes())
-    };
-    let (sharded, full) = (estimate(Accumulate::Sharded)?, estimate(Accumulate::Full)?);
-    let of = |estimate: Estimate| (estimate.held, estimate.sent.total());
-    Ok(Some(both_ways(config.parallel.accumulate, of(sharded), of(full))))
-}
-
-/// Each way with what a rank holds, and the bytes that it sends in a step.
-fn both_ways(chosen: Accumulate, sharded: (Footprint, u64), full: (Footprint, u64)) -> String {
-    let held = |held: Footprint| (bytes(held.grads), in_flight(held.in_flight));
-    let ((shard, of_shard), (whole, of_whole)) = (held(sharded.0), held(full.0));
-    let (sent_sharded, sent_full) = (bytes(sharded.1), bytes(full.1));
-    match chosen {
-        Accumulate::Sharded => format!(
-            "sharded: {shard} of gradients{of_shard}, {sent_sharded} sent per step; `full` would need {whole}{of_whole} and send {sent_full}"
-        ),
-        Accumulate::Full => format!(
-            "full: {whole} of gradients{of_whole}, {sent_full} sent per step; `sharded` would need {shard}{of_shard} and send {sent_sharded}"
-        ),
-    }
-}
-
 fn sync(trainer: &TrainerParts<'_>, reductions: usize) -> String {
     let parallel = &trainer.config.parallel;
     let when = if parallel.overlap {
@@ -541,19 +499,5 @@ mod tests {
             ..seven_billion([0, 0, 7])
         };
         insta::assert_snapshot!(memory(&zero3, 3 << 30), @"parameters 3.3 GiB (plus 2.0 GiB gathered), gradients 4.3 GiB (1.0 GiB of it in flight), optimizer 6.5 GiB, including 5.0 MiB of padding, activations 48.0 GiB, checkpoint snapshot 3.0 GiB");
-    }
-
-    #[test]
-    fn the_line_of_both_ways_to_accumulate() {
-        let sharded = Footprint {
-            grads: 3_500_000_000 + (1 << 30),
-            in_flight: 1 << 30,
-            ..Footprint::default()
-        };
-        // k + 1 = 5 times 24.5 GB, and 2 times.
-        let sharded = (sharded, 5 * 24_500_000_000);
-        let full = (seven_billion([28, 28, 7]), 2 * 24_500_000_000);
-        insta::assert_snapshot!(both_ways(Accumulate::Sharded, sharded, full), @"sharded: 4.3 GiB of gradients (1.0 GiB of it in flight), 114.1 GiB sent per step; `full` would need 26.1 GiB and send 45.6 GiB");
-        insta::assert_snapshot!(both_ways(Accumulate::Full, sharded, full), @"full: 26.1 GiB of gradients, 45.6 GiB sent per step; `sharded` would need 4.3 GiB (1.0 GiB of it in flight) and send 114.1 GiB");
     }
 }

@@ -69,17 +69,6 @@ impl ShardingStrategy {
         self.mesh.size(&[Axis::Shard])
     }
 
-    /// The same with another answer to what lies between micro-batches, where a strategy has a choice.
-    pub(super) fn accumulating(self, accumulate: Accumulate) -> Self {
-        match self.strategy {
-            Strategy::Ddp | Strategy::Zero1 => self,
-            Strategy::Zero2 | Strategy::Zero3 => Self {
-                accumulate: Some(accumulate),
-                ..self
-            },
-        }
-    }
-
     /// What stays gathered of the parameters.
     pub(super) fn reshard_policy(&self, parallel: &Parallel) -> ReshardPolicy {
         match self.strategy {

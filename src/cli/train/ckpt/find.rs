@@ -56,7 +56,7 @@ fn without_checkpoint(path: &Path) -> String {
     } else {
         "does not exist"
     };
-    let mut hint = runs::hint(path, CHECKPOINTS);
+    let mut hint = runs::hint(path);
     if hint.is_empty() {
         hint.push_str(
             "\n  hint: give a run's `out_dir`, its `checkpoints` directory, or one `step_…` directory",

@@ -64,9 +64,7 @@ pub struct CudaOptions {
     pub ordinal: usize,
     /// Matrix products of f32 may round their inputs to tf32.
     pub tf32: bool,
-    /// The algorithms of matrix products are chosen by timing, where an operation is prepared.
-    pub timed_products: bool,
-    /// Where compiled kernels, and algorithms that were chosen, are kept.
+    /// Where compiled kernels are kept.
     pub cache: KernelCache,
 }
 
@@ -245,11 +243,6 @@ pub struct LaunchContext<'a> {
 const ALIGNMENT: usize = 256;
 
 impl LaunchContext<'_> {
-    /// Name of the operation, for errors.
-    pub const fn op(&self) -> &'static str {
-        self.op
-    }
-
     /// Address of a buffer that must hold elements of this type.
     pub fn ptr(&self, buffer: &Buffer, dtype: DType) -> Result<DevicePtr, DeviceError> {
         buffer.expect_dtype(dtype)?;
@@ -327,15 +320,8 @@ impl LaunchContext<'_> {
         let products = self.device.products()?;
         let workspace = self.scratch(WORKSPACE_BYTES)?;
         let needed = product.extent() + ALIGNMENT;
-        if let Some((_, bytes)) = self.spare {
-            if bytes < needed {
-                return Ok(());
-            }
-            if self.device.options.timed_products {
-                let known = (&self.device.options.cache, &*self.device.context.facts().name);
-                let apart = product.apart(needed.next_multiple_of(ALIGNMENT), bytes);
-                products.tune(&apart, workspace, self.stream, known, self.op)?;
-            }
+        if self.spare.is_some_and(|(_, bytes)| bytes < needed) {
+            return Ok(());
         }
         products.enqueue(product, workspace, self.stream.raw(), self.op)
     }

@@ -1,8 +1,7 @@
 //! Matrix products, by cuBLASLt.
 //!
 //! A [`Product`] is in row-major terms; the library counts by columns, where a row-major matrix is its own transpose, so
-//! it is asked for `outᵀ = rhsᵀ · lhsᵀ`. Which algorithm it takes is asked once for each shape, types and alignment; where
-//! the user chose so, several that it proposes are timed once, and the fastest is kept on disk.
+//! it is asked for `outᵀ = rhsᵀ · lhsᵀ`. Which algorithm it takes is asked once for each shape, types and alignment.
 //! Sums are f32 in a fixed order: the same inputs give the same bits. Where something is added to a product of type bf16,
 //! the library may round the product, and each sum, to bf16 on the way; it did so on an H200 at small sizes.
 //!
@@ -14,31 +13,16 @@ use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::ptr;
-use std::time::{Duration, Instant};
 
 use cudarc::driver::sys::CUstream;
 use parking_lot::Mutex;
 
 use super::memory::DevicePtr;
-use super::nvrtc::KernelCache;
-use super::stream::CudaStream;
-use crate::device::{DType, DeviceError, Event};
+use crate::device::{DType, DeviceError};
 use crate::libraries::{Library, LibraryError, LibraryKind, table};
 
 /// Scratch memory that an algorithm may use, as NVIDIA recommends for Hopper; others need less.
 pub(super) const WORKSPACE_BYTES: usize = 32 << 20;
-
-/// Algorithms that are timed for a product, by the order of the library's judgement.
-const TRIED: usize = 16;
-
-/// Times that each is run: in turns, so that what disturbs one disturbs all. The shortest time counts.
-const TURNS: usize = 4;
-
-/// Another algorithm must be faster than the library's first by this factor: less is noise.
-const GAIN: f32 = 1.02;
-
-/// Longest wait for a product that is timed.
-const PATIENCE: Duration = Duration::from_mins(1);
 
 /// Alignment beyond which none is faster.
 const BEST_ALIGNMENT: u32 = 256;
@@ -86,17 +70,6 @@ impl Product {
     fn addresses(&self) -> [DevicePtr; 4] {
         let addend = self.addend.unwrap_or(self.out);
         [self.rhs.at, self.lhs.at, addend, self.out]
-    }
-
-    /// The same in spare memory of so many bytes, of which all its matrices are at the start: with factors and output in
-    /// parts of their own of `extent` bytes where there is room, as they are when it is made. The bias stays there.
-    pub(super) fn apart(mut self, extent: usize, bytes: usize) -> Self {
-        if 3 * extent <= bytes {
-            self.rhs.at = self.rhs.at.offset(extent);
-            self.out = self.out.offset(2 * extent);
-            self.addend = self.addend.map(|addend| addend.offset(2 * extent));
-        }
-        self
     }
 
     /// Bytes that the largest of its matrices takes, at most.
@@ -207,18 +180,6 @@ impl Products {
             Entry::Occupied(entry) => entry.into_mut(),
             Entry::Vacant(entry) => entry.insert(self.prepare(product, &shape, op)?),
         };
-        self.call(prepared, &prepared.candidate, product, workspace, stream)
-    }
-
-    /// Puts a product on a stream, made by this algorithm.
-    fn call(
-        &self,
-        prepared: &Prepared,
-        candidate: &HeuristicResult,
-        product: &Product,
-        workspace: DevicePtr,
-        stream: CUstream,
-    ) -> Result<(), DeviceError> {
         self.point(&prepared.operation, product)?;
         let [rhs, lhs, addend, out] = product.addresses().map(DevicePtr::as_ptr);
         let (alpha, beta) = (1.0_f32, f32::from(u8::from(product.addend.is_some())));
@@ -238,98 +199,13 @@ impl Products {
                 prepared.out.0,
                 out,
                 prepared.out.0,
-                &raw const candidate.algorithm,
+                &raw const prepared.candidate.algorithm,
                 workspace.as_ptr(),
-                candidate.workspace_bytes,
+                prepared.candidate.workspace_bytes,
                 stream.cast(),
             )
         };
         Ok(self.check("cannot multiply", status)?)
-    }
-
-    /// Chooses the algorithm of such products by timing this one, whose operands may be anything. What was chosen on this
-    /// kind of GPU by an earlier process is chosen again: the same algorithm gives the same bits.
-    pub(super) fn tune(
-        &self,
-        product: &Product,
-        workspace: DevicePtr,
-        stream: &CudaStream,
-        (cache, gpu): (&KernelCache, &str),
-        op: &'static str,
-    ) -> Result<(), DeviceError> {
-        let shape = self.shape(product);
-        let mut known = self.prepared.lock();
-        let Entry::Vacant(entry) = known.entry(shape) else {
-            return Ok(());
-        };
-        let mut prepared = self.prepare(product, &shape, op)?;
-        let version = self.library.version()?;
-        let name = format!("{shape:?} on {gpu} by cuBLASLt {version}");
-        let matrices = [&prepared.rhs, &prepared.lhs, &prepared.out];
-        let candidates = self.candidates(&prepared.operation, matrices, shape.alignments, TRIED)?;
-        let of_bytes = |bytes: &[u8]| candidates.iter().find(|one| one.algorithm_bytes() == bytes);
-        let kept = cache.choice(&name);
-        if let Some(known) = kept.as_deref().and_then(of_bytes) {
-            prepared.candidate = *known;
-        } else {
-            if kept.is_some() {
-                cache.forget(&name);
-            }
-            if let Some(fastest) = self.fastest(&prepared, &candidates, product, workspace, stream)? {
-                let first = cache.choose(&name, &fastest.algorithm_bytes());
-                // A process that was sooner has chosen for both.
-                prepared.candidate = of_bytes(&first).copied().unwrap_or(fastest);
-            }
-        }
-        entry.insert(prepared);
-        Ok(())
-    }
-
-    /// The fastest of these algorithms; the library's first, unless another one is faster by [`GAIN`]. None if none can
-    /// run. The times include the launch.
-    fn fastest(
-        &self,
-        prepared: &Prepared,
-        candidates: &[HeuristicResult],
-        product: &Product,
-        workspace: DevicePtr,
-        stream: &CudaStream,
-    ) -> Result<Option<HeuristicResult>, DeviceError> {
-        let run = |one: &HeuristicResult| self.call(prepared, one, product, workspace, stream.raw());
-        let mut shortest = vec![f32::INFINITY; candidates.len()];
-        // The first turn loads the library's kernels.
-        for turn in 0..=TURNS {
-            for (one, shortest) in candidates.iter().zip(&mut shortest) {
-                let began = Event::new(stream.record(true)?);
-                // One that cannot run is not chosen.
-                if run(one).is_err() {
-                    continue;
-                }
-                let ended = Event::new(stream.record(true)?);
-                ended.wait(Instant::now() + PATIENCE)?;
-                if let Some(time) = ended.since(&began).filter(|_| turn > 0) {
-                    *shortest = shortest.min(time.as_secs_f32());
-                }
-            }
-        }
-        let times = candidates.iter().zip(&shortest);
-        let best = times.min_by(|a, b| a.1.total_cmp(b.1));
-        let (best, &time) = best.expect("the library proposes one at least");
-        tracing::debug!(
-            "{} × {} by {}: {:.1} µs by the library's judgement, {:.1} µs at best of {}",
-            product.rows,
-            product.inner,
-            product.cols,
-            shortest[0] * 1e6,
-            time * 1e6,
-            candidates.len()
-        );
-        let best = if time * GAIN < shortest[0] {
-            best
-        } else {
-            &candidates[0]
-        };
-        Ok(time.is_finite().then_some(*best))
     }
 
     fn prepare(
@@ -360,13 +236,13 @@ impl Products {
         let rhs = stored(inner, cols, rhs_transposed, rhs_stride, dtype)?;
         let lhs = stored(rows, inner, lhs_transposed, lhs_stride, dtype)?;
         let out = stored(rows, cols, false, out_stride, out_dtype)?;
-        let candidates = self.candidates(&operation, [&rhs, &lhs, &out], shape.alignments, 1)?;
+        let candidate = self.candidate(&operation, [&rhs, &lhs, &out], shape.alignments)?;
         Ok(Prepared {
             operation,
             rhs,
             lhs,
             out,
-            candidate: candidates[0],
+            candidate,
         })
     }
 
@@ -433,18 +309,17 @@ impl Products {
         })
     }
 
-    /// At least one algorithm and at most so many, the best first by the library's own judgement, for A, B, C and D whose
-    /// addresses are multiples of so many bytes each; D lies as C does.
-    fn candidates(
+    /// The best algorithm by the library's own judgement, for A, B, C and D whose addresses are multiples of so many bytes
+    /// each; D lies as C does.
+    fn candidate(
         &self,
         operation: &Owned,
         [a, b, c]: [&Owned; 3],
         alignments: [u32; 4],
-        wanted: usize,
-    ) -> Result<Vec<HeuristicResult>, LibraryError> {
+    ) -> Result<HeuristicResult, LibraryError> {
         let preference = self.preference(alignments)?;
-        let (mut found, mut count) = (vec![HeuristicResult::default(); wanted], 0);
-        // SAFETY: all handles are alive; the function writes at most `wanted` candidates, and the count.
+        let (mut found, mut count) = (HeuristicResult::default(), 0);
+        // SAFETY: all handles are alive; the function writes at most one candidate, and the count.
         let status = unsafe {
             (self.functions.heuristic)(
                 self.context,
@@ -454,15 +329,13 @@ impl Products {
                 c.0,
                 c.0,
                 preference.0,
-                wanted as c_int,
-                found.as_mut_ptr(),
+                1,
+                &raw mut found,
                 &raw mut count,
             )
         };
         self.check("knows no algorithm", status)?;
-        found.truncate(count.max(0) as usize);
-        found.retain(|one| one.state == SUCCESS);
-        self.check("knows no algorithm", if found.is_empty() { -1 } else { SUCCESS })?;
+        self.check("knows no algorithm", if count < 1 { -1 } else { found.state })?;
         Ok(found)
     }
 
@@ -513,16 +386,6 @@ struct HeuristicResult {
     state: Status,
     waves: f32,
     reserved: [c_int; 4],
-}
-
-impl HeuristicResult {
-    /// The algorithm as the library lets it be kept, for the same version.
-    fn algorithm_bytes(&self) -> Vec<u8> {
-        self.algorithm
-            .iter()
-            .flat_map(|word| word.to_le_bytes())
-            .collect()
-    }
 }
 
 table! {

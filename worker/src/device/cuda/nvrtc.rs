@@ -377,8 +377,7 @@ const FORMAT: &str = "ddp-run cubin 1";
 /// Bytes of the hash at the beginning of a file.
 const HASH_BYTES: usize = blake3::OUT_LEN;
 
-/// A folder of what is found out once for a machine: compiled kernels, and algorithms that were chosen by timing. None:
-/// every start does it again.
+/// A folder of compiled kernels. Without one, every start compiles them again.
 #[derive(Clone, Debug, Default)]
 pub struct KernelCache(Option<PathBuf>);
 
@@ -414,30 +413,6 @@ impl KernelCache {
         }
         Ok(cubin)
     }
-
-    /// What was chosen before for what has this name.
-    pub(super) fn choice(&self, name: &str) -> Option<Vec<u8>> {
-        read(&choice_file(self.0.as_ref()?, name))
-    }
-
-    /// Forgets a choice, which cannot be made any more.
-    pub(super) fn forget(&self, name: &str) {
-        if let Some(folder) = &self.0 {
-            let _ = std::fs::remove_file(choice_file(folder, name));
-        }
-    }
-
-    /// Keeps a choice, unless there is one already. Gives the one that is there.
-    pub(super) fn choose(&self, name: &str, choice: &[u8]) -> Vec<u8> {
-        let Some(folder) = &self.0 else {
-            return choice.to_vec();
-        };
-        let file = choice_file(folder, name);
-        if let Err(error) = keep(folder, &file, choice) {
-            tracing::warn!("cannot keep a choice in `{}`: {error}", folder.display());
-        }
-        read(&file).unwrap_or_else(|| choice.to_vec())
-    }
 }
 
 /// Everything that decides the machine code, hashed with lengths, so that no two lists of texts run together.
@@ -458,10 +433,6 @@ fn file_name(version: &str, unit: &CompileUnit, arch: Arch) -> String {
         add(&option);
     }
     format!("{}.cubin", hash.finalize().to_hex())
-}
-
-fn choice_file(folder: &Path, name: &str) -> PathBuf {
-    folder.join(format!("{}.choice", blake3::hash(name.as_bytes()).to_hex()))
 }
 
 fn read(file: &Path) -> Option<Vec<u8>> {
@@ -541,18 +512,6 @@ mod tests {
         assert_eq!(read(&file), None);
         keep(folder.path(), &file, &cubin).unwrap();
         assert_eq!(read(&file), Some(cubin));
-    }
-
-    #[test]
-    fn of_two_choices_the_first_is_kept() {
-        let folder = tempfile::tempdir().unwrap();
-        let cache = KernelCache::at(folder.path().join("kernels"));
-        assert_eq!(cache.choice("a product"), None);
-        assert_eq!(cache.choose("a product", b"first"), b"first");
-        assert_eq!(cache.choose("a product", b"second"), b"first");
-        assert_eq!(cache.choose("another product", b"second"), b"second");
-        assert_eq!(cache.choice("a product"), Some(b"first".to_vec()));
-        assert_eq!(KernelCache::default().choose("a product", b"second"), b"second");
     }
 
     #[test]
