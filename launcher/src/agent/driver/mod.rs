@@ -201,10 +201,15 @@ impl<'a> Driver<'a> {
     }
 
     fn decide(&mut self, event: Event) {
+        let was_spawning = self.machine.is_spawning();
         self.machine.set_listening(self.control.has_listeners());
         self.machine.set_finishing(self.worker_group.is_finishing());
         for effect in self.machine.on(event) {
             self.carry_out(effect);
+        }
+        if was_spawning && !self.machine.is_spawning() {
+            // Orphans that ended meanwhile were left alone, and send no other signal.
+            self.reap();
         }
     }
 
@@ -260,11 +265,9 @@ impl<'a> Driver<'a> {
     }
 
     fn reap(&mut self) {
-        let dead = reap::collect_workers(self.worker_group.live_pids(), self.worker_group.group());
         let guardian = self.launch.guardian;
-        for (pid, _) in &dead {
-            guardian.forget(*pid);
-        }
+        let forget = |pid| guardian.registrar().forget(pid);
+        let dead = reap::collect_workers(self.worker_group.live_pids(), self.worker_group.group(), forget);
         for (local_rank, ending) in self.worker_group.ended(dead) {
             self.control.set_pid(local_rank, None);
             self.records.put(LogEvent::WorkerEnded {
@@ -278,11 +281,7 @@ impl<'a> Driver<'a> {
             return;
         }
         let live: BTreeSet<i32> = self.worker_group.live_pids().collect();
-        let orphans = reap::collect_orphans(|pid| live.contains(&pid));
-        for pid in &orphans {
-            // It may have been a worker of a generation that was given up before it was started.
-            guardian.forget(*pid);
-        }
+        let orphans = reap::collect_orphans(|pid| live.contains(&pid), forget);
         if orphans.contains(&guardian.pid()) {
             self.launch.console
                 .say("the guardian process was killed: if this launcher is killed too, its workers die, but processes that they started survive");
