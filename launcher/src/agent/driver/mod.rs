@@ -24,6 +24,7 @@ use ddp_proto::exit;
 use ddp_proto::ids::{Generation, LocalRank, NodeId};
 use ddp_proto::rendezvous::Assignment;
 use ddp_proto::rendezvous::agent_message::Body as Report;
+use nix::unistd::Pid;
 
 use super::context::LaunchContext;
 use super::daemon::{DaemonConnection, LinkEvent, WorkersEnd};
@@ -35,7 +36,7 @@ use crate::report::event_log::LogEvent;
 use crate::spawn::program::check_program;
 use crate::spawn::spawner::SpawnEvent;
 use crate::supervise::guardian::DeathNotice;
-use crate::supervise::reap;
+use crate::supervise::{proc_table, reap};
 use inbox::{Inbox, LoopEvent};
 use master_endpoint::MasterEndpoint;
 use records::Records;
@@ -73,6 +74,12 @@ impl<'a> Driver<'a> {
             })?;
         }
         let records = Records::open(&launch)?;
+        if launch.group.is_none() && proc_table::process(Pid::this().as_raw()).is_none() {
+            launch.console.say(
+                "`/proc` does not show the processes of this PID namespace: what workers start outside of their process \
+                 groups survives the job\n  hint: mount a `/proc` of its own, as `unshare --mount-proc` does",
+            );
+        }
         nix::sys::prctl::set_child_subreaper(true).map_err(std::io::Error::from)?;
         let signals = Signals::listen(&plan.signals)?;
         let hang_watch = HangWatch::new(plan, launch.console.clone(), launch.files.clone());
