@@ -1,7 +1,6 @@
 //! Threads beside the agent's runtime: for work that blocks, and for tasks that must not share that runtime.
 
 use std::io;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::sync_channel;
 use std::thread;
 
@@ -34,14 +33,13 @@ impl BlockingThread {
             .stack_size(STACK_BYTES)
             .spawn(move || {
                 while let Some(work) = waiting.blocking_recv() {
-                    // The caller sees the missing result; the thread goes on with the next piece.
-                    let _ = catch_unwind(AssertUnwindSafe(work));
+                    work();
                 }
             })?;
         Ok(Self { queue })
     }
 
-    /// Does `work` after what was given before; none if it panicked.
+    /// Does `work` after what was given before; none if the thread has ended.
     pub(crate) fn give<T: Send + 'static, W: FnOnce() -> T + Send + 'static>(
         &self,
         work: W,
@@ -87,18 +85,5 @@ pub(crate) fn start_runtime<F: Future<Output = ()>>(
         Err(_) => thread
             .join()
             .unwrap_or_else(|_| Err(io::Error::other("its thread panicked"))),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[tokio::test]
-    async fn a_panic_does_not_end_the_thread() {
-        let thread = BlockingThread::start("test").unwrap();
-        let failed = thread.give(|| panic!("expected by the test"));
-        assert_eq!(failed.await, None::<()>);
-        assert_eq!(thread.give(|| 7).await, Some(7));
     }
 }

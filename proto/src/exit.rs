@@ -7,6 +7,8 @@
 pub const SUCCESS: u8 = 0;
 /// Wrong command line or configuration.
 pub const USAGE: u8 = 2;
+/// The ledger of the rendezvous daemon is damaged: only a person can help.
+pub const DAMAGED: u8 = 65;
 /// The rendezvous daemon cannot be reached.
 pub const DAEMON_UNREACHABLE: u8 = 69;
 /// The launcher itself failed: a bug, or the machine refused something essential.

@@ -211,8 +211,8 @@ impl CliError {
             | Self::Conflict { .. }
             | Self::NoGpu { .. }
             | Self::TemporaryLogs { .. }
-            | Self::Tls(_)
-            | Self::Ledger(LedgerError::Damaged { .. }) => exit::USAGE,
+            | Self::Tls(_) => exit::USAGE,
+            Self::Ledger(LedgerError::Damaged { .. }) => exit::DAMAGED,
             Self::Listen { source, .. } if source.kind() != ErrorKind::AddrInUse => exit::USAGE,
             Self::NoToken { .. } | Self::BadToken { .. } | Self::MakeToken { .. } => exit::REFUSED,
             Self::FolderInUse(_) | Self::Ledger(LedgerError::InUse(_)) => exit::FOLDER_IN_USE,

@@ -37,7 +37,7 @@ const SHORTEST_LEASE: Duration = Duration::from_millis(300);
 
 /// Ends `--help`.
 const EXIT_CODES: &str = "\
-Exit codes: 0 success; 2 usage, no such job, or a damaged ledger; 69 the port is taken, or the daemon cannot be \
+Exit codes: 0 success; 2 usage, or no such job; 65 the ledger is damaged; 69 the port is taken, or the daemon cannot be \
 reached; 70 the machine or the daemon refused something; 73 another daemon uses the state directory; 77 no token, \
 or a different one; 130, 143 stopped by SIGINT, SIGTERM before it served.";
 

@@ -26,6 +26,8 @@ use super::store_totals::{Answers, Load, StoreTotals};
 const MAX_LISTED_JOBS: usize = 4096;
 /// Finished jobs whose verdict is remembered for agents that missed it.
 const MAX_FINISHED: usize = 256;
+/// Shortest time between two decisions in the log that refuse a stream; those between are details.
+const REFUSAL_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Everything the daemon knows.
 #[derive(Debug)]
@@ -50,6 +52,8 @@ struct Daemon {
     /// No less than the stores of all jobs take.
     store_totals: StoreTotals,
     partition: PartitionSuspicion,
+    /// When the log showed last that a stream was refused.
+    refusal_shown: Option<Duration>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -221,7 +225,7 @@ impl Daemon {
             return context.close(Some(conn));
         }
         if let Err(refused) = self.identify(context, conn, &speaker, &body) {
-            return refuse(context, conn, refused);
+            return self.refuse(context, conn, refused);
         }
         let job_id = speaker.job;
         self.speak_of(context, &job_id, &speaker.incarnation, &body);
@@ -263,6 +267,22 @@ impl Daemon {
             }
             None => invalid("the first message of a stream must be `Join`"),
         }
+    }
+
+    fn refuse(&mut self, context: &mut ApplyContext<'_>, conn: ConnId, refused: Refused) {
+        let words = format!("refused a stream: {}", refused.reason);
+        let now = context.at.now;
+        if self
+            .refusal_shown
+            .is_some_and(|shown| now < shown + REFUSAL_INTERVAL)
+        {
+            context.detail(words);
+        } else {
+            self.refusal_shown = Some(now);
+            context.decided(words);
+        }
+        context.send(Some(conn), 0, Reply::Refused(refused));
+        context.close(Some(conn));
     }
 
     fn admit_speaker(&self, context: &ApplyContext<'_>, speaker: &Speaker) -> Result<(), Refused> {
@@ -532,10 +552,4 @@ fn unknown(job_id: &str) -> KvError {
         "this daemon has no job `{}` with this node",
         clip(job_id, 128)
     ))
-}
-
-fn refuse(context: &mut ApplyContext<'_>, conn: ConnId, refused: Refused) {
-    context.decided(format!("refused a stream: {}", refused.reason));
-    context.send(Some(conn), 0, Reply::Refused(refused));
-    context.close(Some(conn));
 }

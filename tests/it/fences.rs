@@ -161,7 +161,7 @@ fn two_daemons_of_one_state_directory_and_a_damaged_ledger_are_one_clear_message
     daemon.stop().expect_exit(0);
     std::fs::write(state.path().join("ledger"), "not a ledger\n").expect("writable");
     second()
-        .expect_exit(2)
+        .expect_exit(65)
         .expect_stderr("line 1 of `")
         .expect_stderr("` is damaged");
 }

@@ -333,6 +333,20 @@ fn silent_connections_expire() {
     daemon.stop().expect_exit(0);
 }
 
+/// A launch on the daemon's machine ended with 69 at once.
+#[test]
+fn half_open_connections_do_not_keep_a_launch_out() {
+    let daemon = Daemon::start();
+    let silent: Vec<TcpStream> = (0..1100).map(|_| connect(&daemon.endpoint)).collect();
+    launch()
+        .node_of(1, &daemon.endpoint, "meanwhile")
+        .target("true")
+        .run()
+        .expect_exit(0);
+    drop(silent);
+    daemon.stop().expect_exit(0);
+}
+
 /// They took 48 MB, for ever.
 #[test]
 fn streams_without_a_node_are_few_and_expire() {

@@ -21,6 +21,17 @@ fn kill_9_of_the_launcher_leaves_nothing() {
     sentinel.expect_all_gone();
 }
 
+/// It was noticed when a worker ended: there was no other signal.
+#[test]
+fn the_end_of_the_guardian_is_noticed_while_workers_are_started() {
+    let kill = "read guardian others </proc/$PPID/task/$PPID/children; kill -9 $guardian";
+    let script = format!("[ $LOCAL_RANK -gt 0 ] || {{ {kill}; }}; exec sleep 1000");
+    let mut running = launch().nproc(48).shell(&script).start();
+    running.wait_for("the guardian process was killed");
+    running.signal(Signal::SIGTERM);
+    running.finish().expect_exit(143);
+}
+
 #[test]
 fn the_launcher_is_small() {
     let finished = launch().nproc(8).shell("grep VmHWM /proc/$PPID/status").run();

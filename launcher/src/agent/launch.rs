@@ -106,7 +106,6 @@ async fn is_closed<T>(
         // Listens before anything is waited for.
         biased;
         () = interrupted => false,
-        // The panic hook has reported a panic already.
         closed = tokio::time::timeout(bound, closing) => closed.is_ok(),
     }
 }

@@ -1,9 +1,9 @@
 //! Where the files of a worker lie: `<log_dir>/attempt_N/<global rank>/{stdout.log,stderr.log,error.json}`,
 //! and `hang.txt` of workers that hung.
 
-use std::fs::{self, File};
+use std::fs::{self, DirBuilder, File};
 use std::io::{self, Read};
-use std::os::unix::fs::{OpenOptionsExt, symlink};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, symlink};
 use std::path::{Path, PathBuf};
 
 use ddp_proto::ids::GlobalRank;
@@ -130,7 +130,8 @@ impl WorkerFiles {
         rank: GlobalRank,
     ) -> Result<Self, LogError> {
         let Some(root) = log_dir else {
-            fs::create_dir_all(scratch).map_err(LogError::at(scratch))?;
+            let made = DirBuilder::new().recursive(true).mode(0o700).create(scratch);
+            made.map_err(LogError::at(scratch))?;
             let file = format!("attempt_{attempt}_rank_{rank}_error.json");
             return Ok(Self::Scratch(scratch.join(file)));
         };
@@ -221,6 +222,18 @@ mod tests {
         assert_eq!(of(torch).unwrap(), "RuntimeError: no data");
         assert_eq!(of("plain words\n").unwrap(), "plain words");
         assert_eq!(of(""), None);
+    }
+
+    /// With the usual umask they could.
+    #[test]
+    fn other_users_cannot_read_error_files() {
+        use std::os::unix::fs::PermissionsExt;
+        let dir = tempfile::tempdir().unwrap();
+        let scratch = dir.path().join("outer/inner");
+        WorkerFiles::create(None, &scratch, 0, GlobalRank(0)).unwrap();
+        for folder in [scratch.parent().unwrap(), &scratch] {
+            assert_eq!(folder.metadata().unwrap().permissions().mode() & 0o777, 0o700);
+        }
     }
 
     #[test]

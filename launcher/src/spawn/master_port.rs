@@ -72,9 +72,13 @@ impl MasterPort {
         ))
     }
 
-    /// Listens on the port: from now on rank 0 cannot.
-    pub(crate) fn listen(&self) -> io::Result<TcpListener> {
-        let socket = self.socket.try_clone()?;
+    /// Listens on the port: from now on rank 0 cannot. `locally`: only for this machine, at 127.0.0.1.
+    pub(crate) fn listen(&self, locally: bool) -> io::Result<TcpListener> {
+        let socket = if locally {
+            TcpListener::bind((Ipv4Addr::LOCALHOST, self.port))?
+        } else {
+            self.socket.try_clone()?
+        };
         listen(&socket, Backlog::MAXALLOWABLE)?;
         Ok(socket)
     }
@@ -179,6 +183,21 @@ mod tests {
         assert_eq!(error.kind(), io::ErrorKind::AddrInUse);
     }
 
+    /// The store of a job of one node listened at all addresses of the machine.
+    #[test]
+    fn a_store_for_this_machine_listens_at_the_loopback_address_alone() {
+        let reserved = MasterPort::reserve().unwrap();
+        let listener = reserved.listen(true).unwrap();
+        assert_eq!(
+            listener.local_addr().unwrap(),
+            (Ipv4Addr::LOCALHOST, reserved.get()).into()
+        );
+        TcpStream::connect(("127.0.0.1", reserved.get())).unwrap();
+        listener.accept().unwrap();
+        TcpStream::connect(("127.0.0.2", reserved.get())).expect_err("another address of this machine");
+        MasterPort::bind(reserved.get()).expect_err("the port is still reserved");
+    }
+
     #[test]
     fn a_port_that_is_served_is_not_reserved() {
         let served = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -190,10 +209,10 @@ mod tests {
     fn who_listens_on_the_port_that_was_asked_for_is_found() {
         let first = MasterPort::reserve().unwrap();
         let second = MasterPort::reserve_this(first.get()).unwrap();
-        let listener = first.listen().unwrap();
+        let listener = first.listen(false).unwrap();
         TcpStream::connect(("127.0.0.1", first.get())).unwrap();
         listener.accept().unwrap();
-        assert!(second.listen().is_err(), "only one can listen");
+        assert!(second.listen(false).is_err(), "only one can listen");
         let error = MasterPort::reserve_this(first.get()).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::AddrInUse);
     }
@@ -202,7 +221,7 @@ mod tests {
     fn ports_of_a_range_that_are_taken_are_skipped() {
         // Both addresses, so that it is in the way of every program.
         let first = MasterPort::reserve().unwrap();
-        let served = first.listen().unwrap();
+        let served = first.listen(false).unwrap();
         let port = served.local_addr().unwrap().port();
         let only: PortRange = format!("{port}-{port}").parse().unwrap();
         let error = MasterPort::reserve_within(only).unwrap_err().to_string();
@@ -235,13 +254,13 @@ mod tests {
     fn connections_of_the_last_generation_do_not_keep_the_only_port() {
         let last = MasterPort::reserve().unwrap();
         let only: PortRange = format!("{0}-{0}", last.get()).parse().unwrap();
-        let listener = last.listen().unwrap();
+        let listener = last.listen(false).unwrap();
         let peer = TcpStream::connect(("127.0.0.1", last.get())).unwrap();
         let (accepted, _) = listener.accept().unwrap();
         // This end closes first, so its port is in TIME_WAIT.
         drop((accepted, listener));
         drop((peer, last));
-        MasterPort::reserve_within(only).unwrap().listen().unwrap();
+        MasterPort::reserve_within(only).unwrap().listen(false).unwrap();
     }
 
     #[test]

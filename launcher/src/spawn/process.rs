@@ -86,7 +86,7 @@ pub(crate) enum StartError {
     /// There is no new process.
     #[error(transparent)]
     NotBorn(#[from] io::Error),
-    /// `prepare` or `execve` failed. The process has been reaped: its number is free.
+    /// `prepare` or `execve` failed. The process is to be reaped once its number may be used by others.
     #[error("{cause}")]
     Ended { child: Pid, cause: io::Error },
     /// It has not begun in time. The process was killed, and is to be reaped when it goes.
@@ -125,7 +125,7 @@ pub(crate) fn start(given: &Start<'_>, prepare: impl Fn() -> Result<(), Errno>) 
             libc::_exit(1)
         }
     }
-    sigprocmask(SigmaskHow::SIG_SETMASK, Some(&before), None)?;
+    let unblocked = sigprocmask(SigmaskHow::SIG_SETMASK, Some(&before), None);
     drop(report_end);
     // Without its number: there is no process, so it says nothing about the program.
     let forked = forked.map_err(|error| io::Error::other(format!("no new process: {error}")))?;
@@ -133,7 +133,7 @@ pub(crate) fn start(given: &Start<'_>, prepare: impl Fn() -> Result<(), Errno>) 
         unreachable!("the child has ended above");
     };
     let report = File::from(report);
-    if !is_readable(&report, given.patience)? {
+    if unblocked.is_err() || !is_readable(&report, given.patience) {
         // It holds the launcher's files, and may come to life when it is no longer expected.
         let _ = kill(child, Signal::SIGKILL);
         return Err(StartError::Stuck {
@@ -145,23 +145,22 @@ pub(crate) fn start(given: &Start<'_>, prepare: impl Fn() -> Result<(), Errno>) 
     if (&report).read_exact(&mut number).is_err() {
         return Ok(child);
     }
-    // The thread that reaps all children may have reaped it.
-    let _ = cgroup::wait_for(child);
     let cause = io::Error::from_raw_os_error(i32::from_ne_bytes(number));
     Err(StartError::Ended { child, cause })
 }
 
-/// Waits until there is something to read, or nothing will come any more; false if that takes longer than `patience`.
-fn is_readable(file: &File, patience: Duration) -> io::Result<bool> {
+/// Waits until there is something to read, or nothing will come any more; false if that takes longer than `patience`, or
+/// cannot be waited for.
+fn is_readable(file: &File, patience: Duration) -> bool {
     let deadline = Instant::now() + patience;
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
         let left = PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX);
         match poll(&mut [PollFd::new(file.as_fd(), PollFlags::POLLIN)], left) {
-            Ok(0) if Instant::now() >= deadline => return Ok(false),
+            Ok(0) if Instant::now() >= deadline => return false,
             Ok(0) | Err(Errno::EINTR) => {}
-            Ok(_) => return Ok(true),
-            Err(errno) => return Err(errno.into()),
+            Ok(_) => return true,
+            Err(_) => return false,
         }
     }
 }
@@ -372,10 +371,7 @@ mod tests {
         let mut child = [0; size_of::<i32>()];
         number.read_exact(&mut child).unwrap();
         let child = Pid::from_raw(i32::from_ne_bytes(child));
-        assert!(
-            is_readable(&number, PATIENCE).unwrap(),
-            "its end lives on with it"
-        );
+        assert!(is_readable(&number, PATIENCE), "its end lives on with it");
         let status = cgroup::wait_for(child).unwrap();
         assert_eq!(status, WaitStatus::Signaled(child, Signal::SIGKILL, false));
     }

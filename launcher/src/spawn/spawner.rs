@@ -20,7 +20,7 @@ use nix::sys::signal::Signal;
 use nix::unistd::Pid;
 use tokio::sync::mpsc;
 
-use crate::cgroup::CgroupEntry;
+use crate::cgroup::{self, CgroupEntry};
 use crate::plan::WorkerCommand;
 use crate::spawn::process::{self, Image, Start, StartError};
 use crate::spawn::program::SpawnError;
@@ -167,8 +167,10 @@ fn start_worker(batch: &Batch, worker: &WorkerSpec, registrar: Registrar) -> Res
     let prepare = || enter_session(launcher, registrar, entry, cores, open_files);
     let started = process::start(&start, prepare);
     if let Err(StartError::Ended { child, .. }) = &started {
-        // It was announced, and its number is free for others now.
+        // It was announced, and its number is free for others once it is reaped.
         registrar.forget(child.as_raw());
+        // The thread that reaps all children may have reaped it.
+        let _ = cgroup::wait_for(*child);
     }
     // Reaped by pid, with all others.
     started.map(Pid::as_raw)

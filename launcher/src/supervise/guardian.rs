@@ -174,11 +174,6 @@ impl Guardian {
         // No worker announces itself before: in one write it stays whole all the same.
         (&self.socket).write_all(&message)
     }
-
-    /// A worker's session is gone, and its number may be used again by others.
-    pub(crate) fn forget(&self, session: i32) {
-        self.registrar().forget(session);
-    }
 }
 
 /// Announces workers, and their ends, to the guardian. Valid as long as the [`Guardian`] it came from.

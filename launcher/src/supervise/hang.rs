@@ -6,10 +6,12 @@
 
 use std::fmt::Write as _;
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use ddp_proto::control::Phase;
+
+use crate::supervise::proc_table;
 
 /// Threads that are described; the rest are counted.
 const MAX_THREADS: usize = 16;
@@ -109,7 +111,7 @@ pub(crate) fn longest_silence(
 /// What the kernel knows of each thread of a process, a line each:
 /// `thread 123 (ddp-comm-world): S (sleeping) in futex_do_wait`. Reads files of `/proc`, which may take its time.
 pub(crate) fn threads_of(pid: i32) -> String {
-    let tasks = PathBuf::from(format!("/proc/{pid}/task"));
+    let tasks = proc_table::path(pid, "task").unwrap_or_default();
     let entries = fs::read_dir(&tasks).into_iter().flatten().flatten();
     let mut ids: Vec<u32> = entries
         .filter_map(|entry| entry.file_name().to_str()?.parse().ok())

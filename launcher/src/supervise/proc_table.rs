@@ -1,7 +1,9 @@
-//! What `/proc` says of the processes of this machine.
+//! What `/proc` says of the processes of this machine. In a PID namespace without a `/proc` of its own it says nothing: the
+//! numbers there are those of other processes.
 
 use std::fs;
 use std::io::Read;
+use std::path::{Path, PathBuf};
 
 use ddp_proto::env::DDP_JOB_MARKER;
 
@@ -30,14 +32,22 @@ pub(crate) fn processes() -> Vec<ProcessEntry> {
         .collect()
 }
 
+/// Where a file of this process lies.
+pub(crate) fn path(pid: i32, file: &str) -> Option<PathBuf> {
+    let own = fs::read_link("/proc/self").ok()?;
+    let is_ours = own == Path::new(&std::process::id().to_string());
+    is_ours.then(|| format!("/proc/{pid}/{file}").into())
+}
+
 /// One process; none if it does not exist.
 pub(crate) fn process(pid: i32) -> Option<ProcessEntry> {
-    parse_stat(pid, &fs::read(format!("/proc/{pid}/stat")).ok()?)
+    parse_stat(pid, &fs::read(path(pid, "stat")?).ok()?)
 }
 
 /// A process that should be gone, in words: ``77 (`python3`, state D in nfs_wait)``.
 pub(crate) fn describe(pid: i32) -> String {
-    let read = |file| fs::read_to_string(format!("/proc/{pid}/{file}")).unwrap_or_default();
+    let read = |file| path(pid, file).and_then(|path| fs::read_to_string(path).ok());
+    let read = |file| read(file).unwrap_or_default();
     let (name, stat) = (read("comm"), read("stat"));
     if name.is_empty() {
         return pid.to_string();
@@ -57,7 +67,7 @@ pub(crate) fn describe(pid: i32) -> String {
 /// True if the process was started, directly or through others, by the launcher called `launcher_id`.
 pub(crate) fn carries_marker(pid: i32, launcher_id: &str) -> bool {
     let mut environ = Vec::new();
-    let Ok(file) = fs::File::open(format!("/proc/{pid}/environ")) else {
+    let Some(file) = path(pid, "environ").and_then(|path| fs::File::open(path).ok()) else {
         return false;
     };
     file.take(MAX_ENVIRON_BYTES).read_to_end(&mut environ).is_ok() && environ_carries(&environ, launcher_id)
@@ -117,6 +127,40 @@ mod tests {
         let found = processes().into_iter().find(|entry| entry.pid == me).unwrap();
         assert_eq!(found.parent, nix::unistd::getppid().as_raw());
         assert!(!found.zombie);
+    }
+
+    /// The sweep took processes of the same numbers for the workers' own.
+    #[test]
+    fn the_table_of_another_pid_namespace_is_empty() {
+        const INSIDE: &str = "DDP_TEST_INSIDE";
+        if std::env::var_os(INSIDE).is_some() {
+            let me = std::process::id() as i32;
+            assert_eq!(
+                (processes().len(), process(me), describe(me)),
+                (0, None, me.to_string())
+            );
+            return;
+        }
+        let unshare = |program: &Path| {
+            let mut unshare = std::process::Command::new("unshare");
+            unshare.args(["--map-root-user", "--pid", "--fork"]).arg(program);
+            unshare
+        };
+        if !unshare(Path::new("true"))
+            .status()
+            .is_ok_and(|status| status.success())
+        {
+            println!("SKIPPED: this system makes no PID namespace");
+            return;
+        }
+        let test = std::thread::current().name().unwrap().to_owned();
+        let mut inside = unshare(&std::env::current_exe().unwrap());
+        let ended = inside.args(["--exact", &test]).env(INSIDE, "1").output().unwrap();
+        assert!(
+            ended.status.success(),
+            "{}",
+            String::from_utf8_lossy(&ended.stdout)
+        );
     }
 
     #[test]

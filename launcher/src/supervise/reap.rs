@@ -17,9 +17,14 @@ use nix::unistd::Pid;
 use crate::supervise::ending::Ending;
 use crate::supervise::sweep::KillTargets;
 
-/// Workers that are dead, with their ends. What lives in their sessions is killed, then they are reaped. With a control
-/// group of the workers only its members are looked at: a machine may have thousands of other processes.
-pub(crate) fn collect_workers(pids: impl Iterator<Item = i32>, group: Option<&Path>) -> Vec<(i32, Ending)> {
+/// Workers that are dead, with their ends. What lives in their sessions is killed, then they are reaped: `forget` tells
+/// the guardian while their numbers are still taken. With a control group of the workers only its members are looked at:
+/// a machine may have thousands of other processes.
+pub(crate) fn collect_workers(
+    pids: impl Iterator<Item = i32>,
+    group: Option<&Path>,
+    forget: impl Fn(i32),
+) -> Vec<(i32, Ending)> {
     let dead: Vec<(i32, Ending)> = pids
         .filter_map(|pid| look(Some(pid), libc::WNOWAIT).ok().flatten())
         .collect();
@@ -37,6 +42,7 @@ pub(crate) fn collect_workers(pids: impl Iterator<Item = i32>, group: Option<&Pa
     };
     targets.kill_once();
     for pid in &sessions {
+        forget(*pid);
         // It was dead a moment ago, and only this function reaps it.
         let _ = look(Some(*pid), 0);
     }
@@ -44,14 +50,16 @@ pub(crate) fn collect_workers(pids: impl Iterator<Item = i32>, group: Option<&Pa
 }
 
 /// Reaps every other child that ended: adopted orphans. Must not run while a worker is being spawned, since it
-/// would take the spawner's own half-made child. Returns workers that ended since [`collect_workers`] looked.
-pub(crate) fn collect_orphans(is_worker: impl Fn(i32) -> bool) -> Vec<i32> {
+/// would take the spawner's own half-made child. `forget` as above: one may have been a worker of a generation that was
+/// given up before it was started.
+pub(crate) fn collect_orphans(is_worker: impl Fn(i32) -> bool, forget: impl Fn(i32)) -> Vec<i32> {
     let mut reaped = Vec::new();
     // Left for the next round: it is woken by the same signal.
     while let Ok(Some((pid, _))) = look(None, libc::WNOWAIT) {
         if is_worker(pid) {
             break;
         }
+        forget(pid);
         if look(Some(pid), 0).is_err() {
             break;
         }
@@ -93,4 +101,29 @@ fn look(pid: Option<i32>, flags: i32) -> io::Result<Option<(i32, Ending)>> {
         },
     };
     Ok(Some((pid, ending)))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::Command;
+
+    use super::*;
+
+    /// The guardian could kill a stranger's session of the same number.
+    #[test]
+    fn the_guardian_forgets_a_worker_before_its_number_is_free() {
+        #[expect(clippy::zombie_processes, reason = "the function under test reaps it")]
+        let child = Command::new("true").spawn().unwrap();
+        let pid = i32::try_from(child.id()).unwrap();
+        let forgotten = std::cell::Cell::new(false);
+        let forget = |session| {
+            assert_eq!(session, pid);
+            forgotten.set(look(Some(pid), libc::WNOWAIT).is_ok_and(|end| end.is_some()));
+        };
+        while collect_workers(std::iter::once(pid), None, forget).is_empty() {
+            std::thread::yield_now();
+        }
+        assert!(forgotten.get(), "it is reaped later");
+        assert!(look(Some(pid), libc::WNOWAIT).is_err(), "it is reaped");
+    }
 }

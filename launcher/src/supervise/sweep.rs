@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use nix::sys::signal::{Signal, kill};
+use nix::sys::signal::{Signal, kill, killpg};
 use nix::unistd::Pid;
 
 use crate::cgroup;
@@ -81,6 +81,12 @@ impl KillTargets<'_> {
 
     /// Kills what is found in one look at the machine, and returns it.
     pub(crate) fn kill_once(&self) -> Vec<i32> {
+        if let Self::Launcher { sessions, .. } = self {
+            for session in *sessions {
+                // Without a table of processes, nothing else can be found.
+                let _ = killpg(Pid::from_raw(*session), Signal::SIGKILL);
+            }
+        }
         let processes = match self {
             Self::Sessions {
                 group: Some(group), ..

@@ -13,8 +13,8 @@ use crate::cli::values;
 
 /// Launch distributed training and restart it after failures.
 ///
-/// TARGET is a `.yaml` configuration (trained by the native worker), a `.py` script (run by $PYTHON_EXEC or the
-/// environment's `python3 -u`) or any program. Everything after a script or a program is passed to it; after a
+/// TARGET is a `.yaml` configuration (trained by the native worker), a `.py` script (run by $PYTHON_EXEC or `python3`
+/// of PATH, with `-u`) or any program. Everything after a script or a program is passed to it; after a
 /// `.yaml`, more flags may follow. Flags may be spelled with `-` or `_`. A flag that is not given is taken from
 /// `PET_<NAME>`, then from the YAML's `launch` section, then from Slurm (`srun --ntasks-per-node=1` needs no flags) or,
 /// with `--rdzv-endpoint`, from Kubernetes (JOB_COMPLETION_INDEX). If a flag is repeated, the last one counts.

@@ -181,12 +181,16 @@ pub async fn resolve_host(facts: &HostFacts) -> Result<Hosting, CliError> {
     }
     let addresses = resolve(endpoint).await?;
     let bind_to = bind_addresses(facts, endpoint, &addresses);
+    let is_private = facts.one_node && !addresses.is_empty() && addresses.iter().all(IpAddr::is_loopback);
     let mut last_error = None;
     for address in bind_to {
         match listen(address, asked_at(endpoint, &addresses)).await {
             Ok(listener) => {
                 tracing::info!(%address, "hosting the rendezvous");
-                return host(facts, endpoint, listener);
+                return match host(facts, endpoint, listener) {
+                    Err(CliError::NoToken { .. } | CliError::MakeToken { .. }) if is_private => alone(),
+                    hosting => hosting,
+                };
             }
             Err(error) if error.kind() == ErrorKind::AddrInUse => {
                 return match who_serves(facts, endpoint, &addresses).await? {
@@ -467,6 +471,27 @@ mod tests {
     fn block_on<T>(future: impl Future<Output = T>) -> T {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
         runtime.expect("a runtime").block_on(future)
+    }
+
+    /// A container without HOME: exit 77.
+    #[test]
+    fn one_node_at_a_loopback_rendezvous_needs_no_token() {
+        let dir = tempfile::tempdir().unwrap();
+        let unmakable = TokenSource::File(dir.path().join("absent/token"));
+        for token in [TokenSource::Nowhere, unmakable] {
+            let hosting = |one_node| {
+                let facts = HostFacts {
+                    one_node,
+                    protection: Protection::Token(token.clone()),
+                    ..facts(Some("127.0.0.1:0"), None, None)
+                };
+                block_on(resolve_host(&facts))
+            };
+            let alone = hosting(true).expect("no token");
+            assert!(alone.endpoint.starts_with(UNIX_PREFIX), "{}", alone.endpoint);
+            let refused = hosting(false).expect_err("other nodes have to prove that they belong to the job");
+            assert_eq!(refused.exit_code(), ddp_proto::exit::REFUSED);
+        }
     }
 
     #[test]

@@ -5,7 +5,7 @@ use std::path::Path;
 use ddp_launcher::NodeRange;
 
 use super::args::Args;
-use super::scheduler;
+use super::scheduler::{self, is_loopback};
 use super::target::{Target, TargetKind, in_path};
 use crate::cli::error::CliError;
 use crate::cli::native::Validated;
@@ -124,10 +124,23 @@ fn asks_for_others(settings: &Settings) -> Option<&'static str> {
 }
 
 /// `--master-addr` and `--master-port` are where the nodes meet, if no rendezvous is given, as with torchrun's
-/// `static`.
+/// `static`. Where they name the rendezvous itself, whose port no store can have, they are ignored, as with its `c10d`.
 fn meet_at_master(settings: &mut Settings, given: &mut Vec<Given>) {
     let several = settings.nnodes.is_some_and(|nodes| nodes.max > 1);
-    if let (true, None, Some(host)) = (several, &settings.rdzv_endpoint, &settings.master_addr) {
+    let (endpoint, host) = (&settings.rdzv_endpoint, &settings.master_addr);
+    if let Some(endpoint) = endpoint
+        && settings.master_port == Some(endpoint.port)
+        && host
+            .as_ref()
+            .is_none_or(|host| is_same_host(host, &endpoint.host))
+    {
+        eprintln!(
+            "[ddp-run] ignored `--master-port {}`: the rendezvous has this port, so MASTER_PORT is another one",
+            endpoint.port
+        );
+        (settings.master_addr, settings.master_port) = (None, None);
+        given.retain(|setting| !matches!(setting.name, "master_addr" | "master_port"));
+    } else if let (true, None, Some(host)) = (several, endpoint, host) {
         settings.rdzv_endpoint = Some(Endpoint {
             host: host.clone(),
             port: settings.master_port.take().unwrap_or(values::DEFAULT_PORT),
@@ -138,6 +151,10 @@ fn meet_at_master(settings: &mut Settings, given: &mut Vec<Given>) {
             setting.name = "rdzv_endpoint";
         }
     }
+}
+
+fn is_same_host(a: &str, b: &str) -> bool {
+    a.eq_ignore_ascii_case(b) || is_loopback(a) && is_loopback(b)
 }
 
 /// Flags that are taken for the sake of torchrun's users, and change nothing.

@@ -23,10 +23,12 @@ pub mod target;
 
 use std::ffi::OsString;
 use std::net::{Ipv4Addr, SocketAddr};
+use std::panic;
 use std::process::ExitCode;
 use std::time::Duration;
 
 use ddp_launcher::{BoundPlan, Guardian};
+use ddp_proto::exit;
 use ddp_proto::trust::token::Token;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::oneshot;
@@ -108,7 +110,18 @@ fn dismiss(guardian: Guardian) {
     }
 }
 
+/// A panic of any thread or task ends the launcher, whose guardian then cleans up: the rest would wait for ever for what
+/// the thread or task was to do.
+fn exit_on_panic() {
+    let print = panic::take_hook();
+    panic::set_hook(Box::new(move |info| {
+        print(info);
+        std::process::exit(exit::INTERNAL.into());
+    }));
+}
+
 fn run(args: Args, guardian: Guardian) -> ExitCode {
+    exit_on_panic();
     let launched = SelfExe::open().and_then(|exe| {
         let launch = plan::resolve(args, |name| std::env::var(name).ok(), &exe)?;
         let open_files = limits::raise_open_files(&launch.plan)?;
@@ -254,6 +267,23 @@ mod tests {
     use tracing_subscriber::EnvFilter;
 
     use super::*;
+
+    /// A launcher waited for ever where the task of its connection panicked.
+    #[test]
+    fn a_panic_of_a_task_ends_the_launcher() {
+        const IN_CHILD: &str = "DDP_TEST_PANIC";
+        if std::env::var_os(IN_CHILD).is_some() {
+            exit_on_panic();
+            event_loop().expect("a runtime").block_on(async {
+                tokio::spawn(async { panic!("expected by the test") });
+                std::future::pending::<()>().await;
+            });
+        }
+        let test = std::thread::current().name().expect("a test's name").to_owned();
+        let mut this = std::process::Command::new(std::env::current_exe().expect("a test"));
+        let ended = this.args(["--exact", &test]).env(IN_CHILD, "1").output();
+        assert_eq!(ended.expect("it ran").status.code(), Some(exit::INTERNAL.into()));
+    }
 
     #[test]
     fn errors_of_the_embedded_rendezvous_are_shown_and_its_decisions_are_not() {

@@ -469,6 +469,47 @@ mod tests {
         ");
     }
 
+    /// The store could not listen there: exit 69.
+    #[test]
+    fn master_flags_that_name_the_rendezvous_are_ignored() {
+        let endpoint = [
+            "--nnodes",
+            "2",
+            "--rdzv-endpoint",
+            "node0:5000",
+            "--rdzv-backend",
+            "c10d",
+        ];
+        let master = |words: &[&str], env: &[(&str, &str)]| {
+            let plan = resolve_words(&[&endpoint, words, &["true"]].concat(), env)
+                .expect("valid")
+                .plan;
+            (plan.master_addr, plan.master_port)
+        };
+        assert_eq!(
+            master(&["--master-addr", "NODE0", "--master-port", "5000"], &[]),
+            (None, None)
+        );
+        let kubeflow = [("PET_MASTER_ADDR", "node0"), ("PET_MASTER_PORT", "5000")];
+        assert_eq!(master(&[], &kubeflow), (None, None));
+        assert_eq!(master(&[], &kubeflow[1..]), (None, None), "PET_MASTER_PORT alone");
+        let elsewhere = (Some("node1".to_owned()), Some(5000));
+        assert_eq!(master(&["--master-addr", "node1"], &kubeflow), elsewhere);
+        let other_port = (Some("node0".to_owned()), Some(5001));
+        assert_eq!(master(&["--master-port", "5001"], &kubeflow), other_port);
+        let local = [
+            "--rdzv-endpoint",
+            "localhost:5",
+            "--master-addr",
+            "127.0.0.1",
+            "--master-port",
+            "5",
+            "true",
+        ];
+        let plan = resolve_words(&local, &[]).expect("valid").plan;
+        assert_eq!((plan.master_addr, plan.master_port), (None, None));
+    }
+
     #[test]
     fn nodes_that_cannot_meet_are_refused() {
         insta::assert_snapshot!(problem(&["--nnodes", "2", "true"]), @r"

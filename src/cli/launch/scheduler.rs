@@ -98,7 +98,8 @@ pub fn layer(
     Ok(layer)
 }
 
-fn is_loopback(host: &str) -> bool {
+/// A name or an address that other machines cannot reach.
+pub(super) fn is_loopback(host: &str) -> bool {
     host == "localhost" || host.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback())
 }
 

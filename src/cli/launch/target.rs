@@ -18,9 +18,6 @@ pub const WORKER_SUBCOMMAND: &str = "__worker";
 /// Most files of a directory among which one of a similar name is looked for.
 const MAX_SIMILAR_FILES: usize = 1000;
 
-/// What interpreters are called, the preferred one first.
-const PYTHONS: [&str; 2] = ["python3", "python"];
-
 /// What a target is, told by the end of its name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TargetKind {
@@ -73,23 +70,13 @@ impl SelfExe {
     }
 }
 
-/// The interpreter of scripts and modules: `$PYTHON_EXEC`, else that of the active environment, the one that `ddp-run`
-/// was installed beside, or the first in `PATH`.
+/// The interpreter of scripts and modules: `$PYTHON_EXEC`, else the one that a shell would find.
 pub fn python(get_env: impl Fn(&str) -> Option<String>) -> PathBuf {
-    let given = |name: &str| get_env(name).filter(|value| !value.is_empty());
-    if let Some(python) = given("PYTHON_EXEC") {
-        return python.into();
-    }
-    let in_folder = |folder: PathBuf| PYTHONS.iter().map(move |name| folder.join(name)).find(is_program);
-    let prefixes = ["VIRTUAL_ENV", "CONDA_PREFIX"].into_iter().filter_map(given);
-    let active = prefixes.map(|prefix| Path::new(&prefix).join("bin"));
-    let own = std::env::current_exe().ok();
-    let beside = own.as_deref().and_then(Path::parent).map(Path::to_owned);
-    active
-        .chain(beside)
-        .find_map(in_folder)
-        .or_else(|| in_path(&PYTHONS, &get_env))
-        .unwrap_or_else(|| PYTHONS[0].into())
+    let given = get_env("PYTHON_EXEC").filter(|value| !value.is_empty());
+    let found = given
+        .map(PathBuf::from)
+        .or_else(|| in_path(&["python3", "python"], &get_env));
+    found.unwrap_or_else(|| "python3".into())
 }
 
 fn is_program(path: &PathBuf) -> bool {

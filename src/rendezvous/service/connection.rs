@@ -177,6 +177,7 @@ pub(super) async fn accept_all(
                 continue;
             }
         };
+        slot.has_place().await;
         let connection = Connection::new(peer, slot, &config);
         let (config, admitted) = (config.clone(), admitted.clone());
         handshakes.spawn(async move {
@@ -206,10 +207,13 @@ type Handshake = BoxFuture<Option<Box<dyn Stream>>, String>;
 async fn admit(handshake: Handshake, connection: Arc<Connection>, config: &Config) -> Option<LimitedStream> {
     let deadline = Instant::now() + config.join_wait;
     let late = || format!("no handshake within {:.1} s", config.join_wait.as_secs_f64());
-    match timeout_at(deadline, handshake)
-        .await
-        .unwrap_or_else(|_| Err(late()))
-    {
+    // Cancel safe: whichever comes first, the handshake is over.
+    let shaken = tokio::select! {
+        done = timeout_at(deadline, handshake) => done.unwrap_or_else(|_| Err(late())),
+        why = connection.slot.displaced() => Err(why.to_owned()),
+    };
+    connection.slot.keep();
+    match shaken {
         Ok(stream) => {
             connection.trust_if_authenticated(config.callers);
             Some(LimitedStream {

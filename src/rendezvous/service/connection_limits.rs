@@ -6,13 +6,13 @@
 //!
 //! | what | bound |
 //! |---|---|
-//! | connections | [`Bounds`]: in all, of one address, and of one address while they are untrusted |
+//! | connections | [`Bounds`]: in all, of one address, and of one address while they are untrusted; where a bound is reached, a new one takes the place of the oldest that has said nothing |
 //! | calls at a time | 8 on an untrusted connection, [`Config::max_streams`] on another |
 //! | streams of agents on one connection | 8, each with one message that is being read |
 //! | requests that arrive or wait for their answer | 64 MiB in all, of which untrusted connections get the first half; 4 KiB of each are free; 30 s to arrive |
 //! | replies that were not sent yet | 256 MiB in all; a connection that takes nothing for a minute ends |
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::convert::Infallible;
 use std::fmt::Display;
 use std::future::poll_fn;
@@ -30,7 +30,7 @@ use hyper::{Request, Response};
 use nix::sys::resource::{Resource, getrlimit};
 use prost::bytes::BytesMut;
 use tokio::runtime::Handle;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
 use tokio::time::timeout;
 use tokio_stream::StreamExt as _;
 use tonic::Status;
@@ -67,6 +67,8 @@ const REPLIES_KIB: usize = 256 << 10;
 const UNSENT_TIMEOUT: Duration = Duration::from_mins(1);
 /// Shortest time between two lines of the log about refusals.
 const REFUSAL_INTERVAL: Duration = Duration::from_secs(10);
+/// How long a connection that has lost its place may take to end.
+const LEAVING_BOUND: Duration = Duration::from_millis(100);
 /// The method whose request is a stream, which lasts as long as its node.
 const AGENT_METHOD: &str = "/Agent";
 
@@ -131,6 +133,16 @@ struct Counts {
     all: usize,
     /// By [`network_of`] their addresses: how many there are, and how many of these are untrusted.
     by_address: HashMap<IpAddr, (usize, usize)>,
+    /// Connections that have not said all that they begin with, the oldest first, with their addresses.
+    silent: BTreeMap<u64, (IpAddr, Arc<Place>)>,
+    last: u64,
+}
+
+/// The place of a connection, which a newer one may take.
+#[derive(Debug, Default)]
+struct Place {
+    is_taken: Notify,
+    is_free: Notify,
 }
 
 #[derive(Debug, Default)]
@@ -168,24 +180,40 @@ impl ConnectionLimits {
         })
     }
 
-    /// Counts a new, untrusted connection; or says why there may not be another one.
+    /// Counts a new, untrusted connection, for which the oldest silent one has to go where a bound is reached; or says why
+    /// there may not be another one.
     pub(super) fn enter(self: &Arc<Self>, address: IpAddr) -> Result<Slot, &'static str> {
         let address = network_of(address);
         let mut counts = lock(&self.counts);
         let (of_this, untrusted) = counts.by_address.get(&address).copied().unwrap_or_default();
-        if counts.all >= self.bounds.all {
-            return Err("too many connections");
-        }
-        if of_this >= self.bounds.of_address || untrusted >= self.bounds.untrusted_of_address {
-            return Err("too many connections of one address");
+        let is_address_full =
+            of_this >= self.bounds.of_address || untrusted >= self.bounds.untrusted_of_address;
+        let mut before = None;
+        if is_address_full || counts.all >= self.bounds.all {
+            let goes = |(_, (owner, _)): &(&u64, &(IpAddr, _))| !is_address_full || *owner == address;
+            let oldest = counts.silent.iter().find(goes).map(|(number, _)| *number);
+            match oldest.and_then(|oldest| counts.silent.remove(&oldest)) {
+                Some((_, place)) => {
+                    place.is_taken.notify_one();
+                    before = Some(place);
+                }
+                None if is_address_full => return Err("too many connections of one address"),
+                None => return Err("too many connections"),
+            }
         }
         counts.all += 1;
         counts.by_address.insert(address, (of_this + 1, untrusted + 1));
+        counts.last += 1;
+        let (number, place) = (counts.last, Arc::<Place>::default());
+        counts.silent.insert(number, (address, Arc::clone(&place)));
         drop(counts);
         Ok(Slot {
             limits: Arc::clone(self),
             address,
             is_trusted: AtomicBool::new(false),
+            number,
+            place,
+            before,
         })
     }
 
@@ -238,9 +266,31 @@ pub(super) struct Slot {
     limits: Arc<ConnectionLimits>,
     address: IpAddr,
     is_trusted: AtomicBool,
+    number: u64,
+    place: Arc<Place>,
+    /// The place that it takes.
+    before: Option<Arc<Place>>,
 }
 
 impl Slot {
+    /// Waits until a new connection takes the place of this one. Cancel safe.
+    pub(super) async fn displaced(&self) -> &'static str {
+        self.place.is_taken.notified().await;
+        "a newer connection took its place"
+    }
+
+    /// Waits until the connection whose place it takes has gone, unless that one has just said what it begins with.
+    pub(super) async fn has_place(&self) {
+        if let Some(before) = &self.before {
+            let _ = timeout(LEAVING_BOUND, before.is_free.notified()).await;
+        }
+    }
+
+    /// It has said what it begins with, and keeps its place.
+    pub(super) fn keep(&self) {
+        lock(&self.limits.counts).silent.remove(&self.number);
+    }
+
     fn trust(&self) {
         if !self.is_trusted.swap(true, Ordering::Relaxed)
             && let Some((_, untrusted)) = lock(&self.limits.counts).by_address.get_mut(&self.address)
@@ -254,6 +304,7 @@ impl Drop for Slot {
     fn drop(&mut self) {
         self.trust();
         let mut counts = lock(&self.limits.counts);
+        counts.silent.remove(&self.number);
         counts.all -= 1;
         if let Some((all, _)) = counts.by_address.get_mut(&self.address) {
             *all -= 1;
@@ -261,6 +312,7 @@ impl Drop for Slot {
                 counts.by_address.remove(&self.address);
             }
         }
+        self.place.is_free.notify_one();
     }
 }
 
@@ -295,7 +347,7 @@ impl Activity {
 #[derive(Debug)]
 pub(super) struct Connection {
     pub(super) peer: Peer,
-    slot: Slot,
+    pub(super) slot: Slot,
     made: Instant,
     idle_limit: Duration,
     /// Calls without an answer, and streams with a node.

@@ -2,6 +2,7 @@
 
 use std::net::Ipv4Addr;
 
+use futures_util::FutureExt as _;
 use http_body_util::Full;
 use hyper::body::Frame;
 use tonic::Code;
@@ -86,9 +87,35 @@ fn the_addresses_of_one_host_count_as_one() {
     assert_eq!(network("::ffff:192.0.2.1"), network("192.0.2.1"));
     assert_ne!(network("192.0.2.1"), network("192.0.2.2"));
     let limits = embedded();
-    let enter = |host: u16| limits.enter([0x2001, 0xdb8, 0, 1, 0, 0, 0, host].into());
+    let enter = |host: u16| {
+        limits
+            .enter([0x2001, 0xdb8, 0, 1, 0, 0, 0, host].into())
+            .inspect(Slot::keep)
+    };
     let slots: Vec<_> = (0..100).map_while(|host| enter(host).ok()).collect();
     assert_eq!(slots.len(), 8, "a half");
+}
+
+/// Silent connections kept out all others, and launches of this machine ended with 69.
+#[tokio::test]
+async fn a_new_connection_takes_the_place_of_the_oldest_silent_one() {
+    let limits = embedded();
+    let enter = || limits.enter(HERE).unwrap();
+    let mut slots: Vec<_> = (0..8).map(|_| enter()).collect();
+    slots[0].keep();
+    let newest = enter();
+    assert!(slots[0].displaced().now_or_never().is_none());
+    assert!(slots[1].displaced().now_or_never().is_some());
+    assert!(slots[2].displaced().now_or_never().is_none());
+    assert!(
+        newest.has_place().now_or_never().is_none(),
+        "its descriptor is still open"
+    );
+    drop(slots.remove(1));
+    assert!(newest.has_place().now_or_never().is_some());
+    drop((slots, newest));
+    assert_eq!(lock(&limits.counts).all, 0);
+    assert!(lock(&limits.counts).silent.is_empty());
 }
 
 #[test]
@@ -97,7 +124,7 @@ fn slots_come_back_and_trusted_connections_leave_room_for_untrusted_ones() {
     let enter = || {
         Some(Connection::new(
             peer(),
-            limits.enter(HERE).ok()?,
+            limits.enter(HERE).inspect(Slot::keep).ok()?,
             &Config::default(),
         ))
     };

@@ -27,7 +27,7 @@ use tokio::time::timeout;
 use tonic::codegen::Service as _;
 
 use super::connection::{next_connection, peer_of};
-use super::connection_limits::ConnectionLimits;
+use super::connection_limits::{ConnectionLimits, Slot};
 use super::http_state::Http;
 use super::page;
 use crate::rendezvous::event::Peer;
@@ -52,18 +52,24 @@ pub(super) async fn serve(listener: TcpListener, http: Http, limits: Arc<Connect
             metrics.refused("http");
             continue;
         };
-        let serving = serve_request(stream, peer, router.clone());
+        slot.has_place().await;
+        let (slot, metrics) = (Arc::new(slot), Arc::clone(&metrics));
+        let serving = serve_request(stream, peer, Arc::clone(&slot), router.clone());
         connections.spawn(async move {
-            serving.await;
-            drop(slot);
+            // Cancel safe: either ends the connection.
+            tokio::select! {
+                () = serving => {}
+                _ = slot.displaced() => metrics.refused("http"),
+            }
         });
     }
 }
 
-async fn serve_request(stream: TcpStream, peer: Peer, router: Router) {
+async fn serve_request(stream: TcpStream, peer: Peer, slot: Arc<Slot>, router: Router) {
     let is_stream = Arc::new(AtomicBool::new(false));
     let begins_stream = Arc::clone(&is_stream);
     let service = service_fn(move |mut request: Request<Incoming>| {
+        slot.keep();
         let (mut router, begins_stream) = (router.clone(), Arc::clone(&begins_stream));
         request.extensions_mut().insert(peer);
         async move {

@@ -51,8 +51,8 @@ pub enum LedgerError {
     InUse(PathBuf),
     /// It was changed by something else than a daemon, or the disk has lost some of it.
     #[error(
-        "line {line} of `{path}` is damaged: {why}\n  hint: a daemon without its ledger may count a generation twice; \
-         remove the file only when no job of this daemon runs"
+        "line {line} of `{path}` is damaged: {why}\n  hint: a daemon without its ledger may count a generation twice: \
+         wait until no job of this daemon runs, move the file away, then start the daemon again"
     )]
     Damaged {
         /// Counted from 1.
@@ -419,7 +419,7 @@ mod tests {
         let error = Ledger::open(dir.path()).unwrap_err().to_string();
         insta::assert_snapshot!(error.replace(&dir.path().display().to_string(), "DIR"), @r"
         line 2 of `DIR/ledger` is damaged: its checksum does not match
-          hint: a daemon without its ledger may count a generation twice; remove the file only when no job of this daemon runs
+          hint: a daemon without its ledger may count a generation twice: wait until no job of this daemon runs, move the file away, then start the daemon again
         ");
     }
 

@@ -1,6 +1,7 @@
 //! Callers that are no nodes of a job, or that have not shown that they may be.
 
 use super::super::Callers;
+use super::super::event::Weight;
 use super::*;
 
 fn among(callers: Callers) -> Scene {
@@ -121,4 +122,40 @@ fn the_stores_of_all_jobs_are_bounded_together() {
         Some(Ok(vec![])),
         "a store that has ended frees its place"
     );
+}
+
+/// Each of them was a line of the log.
+#[test]
+fn refused_streams_do_not_fill_the_log() {
+    let mut state = State::new(Config::default());
+    let mut lines_until = |second: u32, conns: std::ops::Range<u64>| {
+        let refused = conns.flat_map(|conn| {
+            let at = At {
+                now: second * SECOND,
+                dice: 1.0,
+                id: 1,
+                secret: Secret::new([1; 32]),
+            };
+            let message = Box::new(AgentMessage {
+                body: Some(Body::Heartbeat(Heartbeat::default())),
+                ..AgentMessage::default()
+            });
+            let [remote, local] = [IpAddr::V4(Ipv4Addr::LOCALHOST); 2];
+            let (conn, peer) = (ConnId(conn), Peer { remote, local });
+            apply(at, &mut state, Event::Message { conn, peer, message })
+        });
+        let is_line = |effect: &Effect| {
+            matches!(
+                effect,
+                Effect::Note {
+                    weight: Weight::Decision,
+                    ..
+                }
+            )
+        };
+        refused.filter(is_line).count()
+    };
+    assert_eq!(lines_until(0, 0..100), 1);
+    assert_eq!(lines_until(9, 100..200), 0);
+    assert_eq!(lines_until(11, 200..300), 1);
 }

@@ -4,6 +4,7 @@ use std::fmt;
 use std::ops::RangeInclusive;
 use std::path::PathBuf;
 
+use ddp_proto::printable;
 use serde::de::DeserializeOwned;
 
 use super::source::Value;
@@ -85,8 +86,8 @@ impl KeyValue for f64 {
 
 impl KeyValue for String {
     const ALLOWED: Allowed = Form(
-        "a name for a directory: not empty, without `/`, not starting with a dot",
-        |value| matches!(value, Value::Text(name) if !name.is_empty() && !name.contains(['/', '\0']) && !name.starts_with('.')),
+        "a name for a directory: not empty, without `/` and control characters, not starting with a dot",
+        |value| matches!(value, Value::Text(name) if !name.is_empty() && !name.contains('/') && !name.starts_with('.') && printable::is_name(name)),
     );
 }
 

@@ -174,7 +174,7 @@ fn wrong_types() {
     insta::assert_snapshot!(with("steps: 10", "steps: 1.5"), @"train.yaml:13: `train.steps` is the number `1.5`, expected a whole number, 1 or more");
     insta::assert_snapshot!(with("steps: 10", "steps: -1"), @"train.yaml:13: `train.steps` is the number `-1`, expected a whole number, 1 or more");
     insta::assert_snapshot!(with("name: tiny", "name: 7"), @r"
-    train.yaml:2: `run.name` is the number `7`, expected a name for a directory: not empty, without `/`, not starting with a dot
+    train.yaml:2: `run.name` is the number `7`, expected a name for a directory: not empty, without `/` and control characters, not starting with a dot
       hint: put the value in quotes to make it a string
     ");
     insta::assert_snapshot!(with("kind: gpt2", "kind: gpt5"), @"train.yaml:4: `model.kind` is `gpt5`, expected `gpt2` or `llama` or `mlp`");
@@ -361,7 +361,11 @@ fn values_out_of_range() {
     `--set model.vocab_size=10`: `model.vocab_size` is 10, expected at least 256, the number of tokens of `data.tokenizer`
       hint: leave it out to use the tokenizer's
     ");
-    insta::assert_snapshot!(set("run.name=a/b"), @"`--set run.name=a/b`: `run.name` is `a/b`, expected a name for a directory: not empty, without `/`, not starting with a dot");
+    assert!(
+        set("run.name=a\u{1b}]0;b").contains("control characters"),
+        "a title of a terminal"
+    );
+    insta::assert_snapshot!(set("run.name=a/b"), @"`--set run.name=a/b`: `run.name` is `a/b`, expected a name for a directory: not empty, without `/` and control characters, not starting with a dot");
     let both = Case::new().error(GOOD, &["run.overwrite=true", "run.resume=auto"]);
     insta::assert_snapshot!(both, @r"
     `--set run.overwrite=true`: `run.overwrite: true` contradicts `run.resume`: the run would be deleted and continued

@@ -74,8 +74,10 @@ impl MasterEndpoint {
         if !agent_store || assignment.node_rank != 0 {
             return Ok(agent_store);
         }
+        // The workers of one node get 127.0.0.1, unless another address was asked for.
+        let locally = launch.plan.nodes.max == 1 && launch.plan.master_addr.is_none();
         let listening = match &self.reserved {
-            Some(port) => port.listen(),
+            Some(port) => port.listen(locally),
             None => Err(self
                 .refusal
                 .take()

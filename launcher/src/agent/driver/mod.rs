@@ -24,6 +24,7 @@ use ddp_proto::exit;
 use ddp_proto::ids::{Generation, LocalRank, NodeId};
 use ddp_proto::rendezvous::Assignment;
 use ddp_proto::rendezvous::agent_message::Body as Report;
+use nix::unistd::Pid;
 
 use super::context::LaunchContext;
 use super::daemon::{DaemonConnection, LinkEvent, WorkersEnd};
@@ -35,7 +36,7 @@ use crate::report::event_log::LogEvent;
 use crate::spawn::program::check_program;
 use crate::spawn::spawner::SpawnEvent;
 use crate::supervise::guardian::DeathNotice;
-use crate::supervise::reap;
+use crate::supervise::{proc_table, reap};
 use inbox::{Inbox, LoopEvent};
 use master_endpoint::MasterEndpoint;
 use records::Records;
@@ -73,6 +74,12 @@ impl<'a> Driver<'a> {
             })?;
         }
         let records = Records::open(&launch)?;
+        if launch.group.is_none() && proc_table::process(Pid::this().as_raw()).is_none() {
+            launch.console.say(
+                "`/proc` does not show the processes of this PID namespace: what workers start outside of their process \
+                 groups survives the job\n  hint: mount a `/proc` of its own, as `unshare --mount-proc` does",
+            );
+        }
         nix::sys::prctl::set_child_subreaper(true).map_err(std::io::Error::from)?;
         let signals = Signals::listen(&plan.signals)?;
         let hang_watch = HangWatch::new(plan, launch.console.clone(), launch.files.clone());
@@ -201,10 +208,15 @@ impl<'a> Driver<'a> {
     }
 
     fn decide(&mut self, event: Event) {
+        let was_spawning = self.machine.is_spawning();
         self.machine.set_listening(self.control.has_listeners());
         self.machine.set_finishing(self.worker_group.is_finishing());
         for effect in self.machine.on(event) {
             self.carry_out(effect);
+        }
+        if was_spawning && !self.machine.is_spawning() {
+            // Orphans that ended meanwhile were left alone, and send no other signal.
+            self.reap();
         }
     }
 
@@ -260,11 +272,9 @@ impl<'a> Driver<'a> {
     }
 
     fn reap(&mut self) {
-        let dead = reap::collect_workers(self.worker_group.live_pids(), self.worker_group.group());
         let guardian = self.launch.guardian;
-        for (pid, _) in &dead {
-            guardian.forget(*pid);
-        }
+        let forget = |pid| guardian.registrar().forget(pid);
+        let dead = reap::collect_workers(self.worker_group.live_pids(), self.worker_group.group(), forget);
         for (local_rank, ending) in self.worker_group.ended(dead) {
             self.control.set_pid(local_rank, None);
             self.records.put(LogEvent::WorkerEnded {
@@ -278,11 +288,7 @@ impl<'a> Driver<'a> {
             return;
         }
         let live: BTreeSet<i32> = self.worker_group.live_pids().collect();
-        let orphans = reap::collect_orphans(|pid| live.contains(&pid));
-        for pid in &orphans {
-            // It may have been a worker of a generation that was given up before it was started.
-            guardian.forget(*pid);
-        }
+        let orphans = reap::collect_orphans(|pid| live.contains(&pid), forget);
         if orphans.contains(&guardian.pid()) {
             self.launch.console
                 .say("the guardian process was killed: if this launcher is killed too, its workers die, but processes that they started survive");

@@ -19,9 +19,6 @@ use crate::spawn::spawner::{self, Batch, SpawnEvent, WorkerSpec};
 
 /// Version of the protocol that this agent speaks.
 const PROTOCOL: u32 = 1;
-/// The panic hook has said more.
-const PANICKED: &str =
-    "the launcher panicked (see the panic message above) and did not create the files of the workers";
 
 /// Starts the workers of one generation after the other.
 pub(super) struct Starter {
@@ -118,7 +115,7 @@ impl Starter {
                 Ok(context) => files
                     .give(move || WorkerGroup::prepare(generation, &assignment, &context, &reader))
                     .await
-                    .unwrap_or_else(|| Err(ExitReason::internal(PANICKED.into()))),
+                    .expect("the thread lives as long as its handles"),
                 Err(error) => Err(error),
             };
             LoopEvent::Prepared(generation, Box::new(prepared))

@@ -79,7 +79,7 @@ pub(super) fn kill_leftovers(guardian: i32, group: Option<&WorkerCgroup>) -> Vec
 }
 
 /// Waits until what is left of the workers is killed, for the end of their output, and for what `read` finds in files.
-/// `kill` gives the processes that cannot be killed, or nothing if it panicked.
+/// `kill` gives the processes that cannot be killed.
 pub(super) async fn sweep(
     kill: impl Future<Output = Option<Vec<i32>>>,
     read: impl Future<Output = Option<LeftInFiles>>,
