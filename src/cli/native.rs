@@ -7,18 +7,20 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
+use ddp_launcher::NodeRange;
 use ddp_proto::env::WorkerEnv;
 use ddp_proto::exit;
 use ddp_proto::ids::WorldSize;
 use ddp_worker::checkpoint::CheckpointError;
 pub use ddp_worker::checkpoint::{ignore_file_size_signal, read_bounded};
 pub use ddp_worker::config::reference as key_reference;
-use ddp_worker::config::{self, Located, Resume, Source};
+use ddp_worker::config::{self, Located, Resume, Run, Source};
 pub use ddp_worker::config::{Backend, Precision, Strategy, TrainConfig};
 use ddp_worker::device::DeviceError;
 pub use ddp_worker::device::cuda;
 pub use ddp_worker::libraries;
 pub use ddp_worker::mesh::Axis;
+use ddp_worker::mesh::check_tensor_groups;
 use ddp_worker::metrics::{FoundRun, Request, RunDir, RunFilesError};
 use ddp_worker::parallel::AgreementError;
 use ddp_worker::parallel::pipeline::PipelinePlan;
@@ -66,6 +68,12 @@ impl Validated {
         run.resume != Resume::Never && run.out_dir.is_none()
     }
 
+    /// The id of the run that a job without a name continues, if it continues one.
+    pub fn newest_run(&self) -> Option<String> {
+        let dir = newest_run(&self.located.config.run)?;
+        Some(dir.file_name()?.to_string_lossy().into_owned())
+    }
+
     /// What to add to the command to resume the run called `run_id`.
     pub fn resume_words(&self, run_id: &str) -> String {
         RunDir::resume_words(&self.located.config.run, run_id)
@@ -81,14 +89,19 @@ impl Validated {
         self.located.source.entries()
     }
 
-    /// Why the workers would refuse to start, if this node alone ran this number of them.
-    pub fn refusal(&self, workers: u32) -> Option<CliError> {
+    /// Why this number of workers on this node would refuse to start. Other nodes may have other numbers of them.
+    pub fn refusal(&self, workers: u32, nodes: NodeRange) -> Option<CliError> {
         let env = WorkerEnv {
-            world_size: WorldSize(workers),
+            world_size: WorldSize(workers.saturating_mul(nodes.min)),
             local_world_size: workers,
+            node_count: nodes.min,
             ..WorkerEnv::single()
         };
-        let error = Estimate::of(&self.located.config, &env).err()?;
+        let config = &self.located.config;
+        let error = match nodes.max {
+            1 => Estimate::of(config, &env).err()?,
+            _ => TrainError::Mesh(check_tensor_groups(&config.parallel, &env).err()?),
+        };
         if exit_code(&error) != exit::USAGE {
             return None;
         }
@@ -221,17 +234,26 @@ pub fn worker_main(args: impl Iterator<Item = OsString>) -> ExitCode {
     run(&file, &overrides)
 }
 
+/// See [`RunDir::newest`]. The user reads that no new run begins.
+fn newest_run(run: &Run) -> Option<PathBuf> {
+    let dir = RunDir::newest(run)?;
+    let (name, path) = (&run.name, dir.display());
+    eprintln!("[ddp-run] continuing the newest run of `{name}`, `{path}`");
+    eprintln!("[ddp-run]   hint: for a new run, set a different `run.name`, or `run.resume: never`");
+    Some(dir)
+}
+
 /// Trains `file` in this process, at the place that the environment gives it, or alone.
 pub fn run(file: &Path, overrides: &[String]) -> ExitCode {
     ignore_file_size_signal();
     limits::raise_open_files_fully();
     match load(file, overrides) {
-        Ok(located) => train(&located.config),
+        Ok(located) => train(located.config),
         Err(error) => fail(&error, error.exit_code()),
     }
 }
 
-fn train(config: &TrainConfig) -> ExitCode {
+fn train(mut config: TrainConfig) -> ExitCode {
     let session = match Session::from_env() {
         Ok(session) => session,
         Err(error) => return fail(&error, session_exit_code(&error)),
@@ -240,8 +262,11 @@ fn train(config: &TrainConfig) -> ExitCode {
         Ok(interrupts) => interrupts,
         Err(error) => return fail(&error, error.exit_code()),
     };
+    if session.env().control.is_none() {
+        config.run.out_dir = newest_run(&config.run).or(config.run.out_dir);
+    }
     // The hook has written the message of a panic.
-    let Ok(outcome) = catch_unwind(AssertUnwindSafe(|| run_worker(config, &session))) else {
+    let Ok(outcome) = catch_unwind(AssertUnwindSafe(|| run_worker(&config, &session))) else {
         session.shutdown();
         libraries::exit_at_once(PANICKED);
     };

@@ -91,7 +91,7 @@ fn a_run_to_resume_that_is_not_there() {
     let job = TinyJob::with(|yaml| yaml.replace("seed: 7", "resume: require"));
     insta::assert_snapshot!(refused(&job), @r"
         [ddp-run] error: tiny.yaml:1: `run.resume` is `require`, but `out` holds no checkpoint
-        [ddp-run]   hint: set `run.resume: auto` to start a new run if there is no checkpoint
+        [ddp-run]   hint: set `run.out_dir` to the directory of the run to continue, or `run.resume: auto` to start a new one
         ");
     expect_nothing_written(&job);
 }

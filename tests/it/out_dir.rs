@@ -2,7 +2,7 @@
 
 use nix::sys::signal::Signal;
 
-use crate::harness::{Launch, TinyJob, ddp_train, launch, losses, metrics, wait_for_step};
+use crate::harness::{Launch, TinyJob, ddp_train, launch, losses, metrics, run_dir, wait_for_step};
 
 fn long(job: &TinyJob) -> Launch {
     job.launch()
@@ -130,4 +130,56 @@ fn a_worker_without_a_launcher_has_a_new_folder_each_time() {
     }
     let runs = std::fs::read_dir(job.dir().join("runs/tiny")).expect("a folder of runs");
     assert_eq!(runs.count(), 2);
+}
+
+/// The same command began at step 0 in a new folder, without a word.
+#[test]
+fn the_newest_run_of_a_name_is_resumed_without_its_folder() {
+    let job = TinyJob::with(|yaml| yaml.replace("out_dir: out, seed: 7", "seed: 7, resume: auto"));
+    let steps = |steps: u32| job.launch().set(&format!("train.steps={steps}"));
+    steps(5)
+        .set("run.resume=require")
+        .run()
+        .expect_exit(2)
+        .expect_stderr("holds no checkpoint");
+    steps(5).run().expect_exit(0).expect_no_stderr("continuing");
+    let first = run_dir(job.dir(), "tiny");
+    let name = first.file_name().and_then(|name| name.to_str()).expect("a name");
+    // Newer, and without a checkpoint.
+    std::fs::create_dir(first.with_file_name("99999999-000000-ffffff")).expect("writable");
+    for (steps, how) in [(10, "run.resume=auto"), (15, "run.resume=require")] {
+        let steps = format!("train.steps={steps}");
+        let resumed = job.launch().set(&steps).set(how).run();
+        resumed
+            .expect_exit(0)
+            .expect_stderr(&format!(
+                "continuing the newest run of `tiny`, `runs/tiny/{name}`"
+            ))
+            .expect_stdout("resumed after step ");
+    }
+    let alone = ["run", "tiny.yaml", "--set", "train.steps=20"];
+    ddp_train()
+        .args(alone)
+        .dir(job.dir())
+        .run()
+        .expect_exit(0)
+        .expect_stdout("resumed after step 15");
+    assert_eq!(losses(&first).len(), 20);
+    steps(5)
+        .set("run.resume=never")
+        .run()
+        .expect_exit(0)
+        .expect_no_stderr("continuing");
+    steps(5)
+        .flag("--rdzv-id", "mine")
+        .run()
+        .expect_exit(0)
+        .expect_no_stderr("continuing");
+    // It saved last.
+    let mine = "continuing the newest run of `tiny`, `runs/tiny/mine`";
+    steps(10)
+        .run()
+        .expect_exit(0)
+        .expect_stderr(mine)
+        .expect_stdout("resumed after step 5");
 }

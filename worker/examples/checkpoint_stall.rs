@@ -237,6 +237,7 @@ impl Sizes {
                 train: data.to_owned().into(),
                 val: None,
                 tokenizer: config::Tokenizer::Bytes,
+                dtype: None,
                 order: config::Order::Shuffled,
                 last_batch: config::LastBatch::Wrap,
             },

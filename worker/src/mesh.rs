@@ -195,7 +195,7 @@ fn local_ranks(env: &WorkerEnv) -> Result<usize, Problem> {
 }
 
 /// Tensor groups lie within nodes, unless the configuration asks otherwise: they exchange activations in every layer.
-fn check_tensor_groups(parallel: &Parallel, env: &WorkerEnv) -> Result<(), Problem> {
+pub fn check_tensor_groups(parallel: &Parallel, env: &WorkerEnv) -> Result<(), Problem> {
     let (tensor, local) = (parallel.tensor, env.local_world_size as usize);
     if env.node_count == 1 || parallel.tensor_across_nodes || local.is_multiple_of(tensor) {
         return Ok(());

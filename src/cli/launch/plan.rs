@@ -104,12 +104,7 @@ pub fn resolve(
     let job = job(&settings, &target, validated.as_ref(), nodes);
     let python = python(&get_env);
     let (workers, cores) = places(&settings, validated.as_ref())?;
-    // Workers of several nodes decide on their number of ranks themselves: other nodes may have other numbers of them.
-    if let Some(refusal) = validated
-        .as_ref()
-        .filter(|_| alone)
-        .and_then(|config| config.refusal(workers))
-    {
+    if let Some(refusal) = (validated.as_ref()).and_then(|config| config.refusal(workers, nodes)) {
         return Err(refusal);
     }
     let mut output = output_plan(&settings, alone, workers)?;
@@ -208,6 +203,7 @@ fn job(settings: &Settings, target: &Target, config: Option<&Validated>, nodes: 
         // Runs of different configurations do not share a directory only because neither has a name.
         run_id: match (&settings.rdzv_id, config) {
             (None, Some(_)) if nodes.max > 1 => format!("{id}-{:08x}", all as u32),
+            (None, Some(config)) => config.newest_run().unwrap_or_else(|| id.clone()),
             _ => id.clone(),
         },
         id,
@@ -508,6 +504,32 @@ mod tests {
         ];
         let plan = resolve_words(&local, &[]).expect("valid").plan;
         assert_eq!((plan.master_addr, plan.master_port), (None, None));
+    }
+
+    /// The workers found it after they had started.
+    #[test]
+    fn a_tensor_group_that_would_span_nodes_is_refused_before_anything_starts() {
+        let dir = tempfile::tempdir().expect("a directory");
+        std::fs::write(dir.path().join("text"), "x".repeat(999)).expect("writable");
+        let yaml = dir.path().join("t.yaml");
+        let model = "model: { kind: gpt2, n_layer: 1, n_head: 2, n_embd: 8, block_size: 8 }";
+        let config = format!("{model}\ndata: {{ train: text }}\nparallel: {{ tensor: 2 }}\n");
+        std::fs::write(&yaml, config).expect("writable");
+        let launch = |nodes: &str, workers: &str| {
+            let yaml = yaml.to_str().expect("unicode");
+            let meet = ["--rdzv-endpoint", "a:1", yaml];
+            resolve_words(
+                &[&["--nnodes", nodes, "--nproc-per-node", workers], &meet[..]].concat(),
+                &[],
+            )
+        };
+        let refused = launch("2", "1").expect_err("tensor groups of two").to_string();
+        assert!(
+            refused.contains("t.yaml:3: `parallel.tensor` is 2, but a node has 1 rank: "),
+            "{refused}"
+        );
+        launch("2", "2").expect("a group on each node");
+        launch("1:2", "2").expect("a group on each node");
     }
 
     #[test]

@@ -143,7 +143,11 @@ impl Target {
             return Err(unreadable(io::ErrorKind::IsADirectory.into()));
         }
         let yaml = match kind {
-            TargetKind::Native => Some(std::fs::read_to_string(&name).map_err(unreadable)?),
+            // The configuration's own check refuses what is not text.
+            TargetKind::Native => {
+                let bytes = fs::read(&name).map_err(unreadable)?;
+                Some(String::from_utf8_lossy(&bytes).into_owned())
+            }
             TargetKind::Python => {
                 File::open(&name).map_err(unreadable)?;
                 None

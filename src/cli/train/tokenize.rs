@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use ddp_proto::exit;
 use ddp_proto::words::counted;
-use ddp_worker::tokenize::{END_OF_TEXT, Progress, Report, Request, TokenizeError, Tokenizer, tokenize};
+use ddp_worker::tokenize::{ENDS_OF_TEXT, Progress, Report, Request, TokenizeError, Tokenizer, tokenize};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use crate::cli::answer::{fail, give};
@@ -20,7 +20,7 @@ const REDRAW_HZ: u8 = 10;
 
 /// Turn texts into a token file for `data.train` and `data.val`.
 ///
-/// Each document follows an end-of-text token (`<|endoftext|>`), as in the files of llm.c. A file that ends in
+/// Each document follows an end-of-text token, as in the files of llm.c. A file that ends in
 /// `.jsonl` has one document per line; any other file is one document. The token file is a safetensors file with one
 /// tensor `tokens`, which Python can read: `safetensors.numpy.load_file(path)["tokens"]`.
 #[derive(Debug, clap::Args)]
@@ -37,9 +37,12 @@ pub(super) struct Args {
     /// Field of each JSON line that holds the text
     #[arg(long, value_name = "NAME", default_value = "text")]
     key: String,
-    /// Token before each document [default: `<|endoftext|>`, if the vocabulary has it]
+    /// Token before each document [default: `<|endoftext|>`, `<|end_of_text|>` or `</s>`, whichever the vocabulary has]
     #[arg(long, value_name = "TOKEN")]
     end_of_text: Option<String>,
+    /// Leave out JSON lines that hold no document, and print how many there were
+    #[arg(long)]
+    skip_invalid: bool,
     /// Replace the token file if it exists
     #[arg(long)]
     overwrite: bool,
@@ -61,6 +64,7 @@ pub(super) fn run(args: &Args) -> ExitCode {
         tokenizer: &args.tokenizer,
         end_of_text: args.end_of_text.as_deref(),
         key: &args.key,
+        skip_invalid: args.skip_invalid,
         inputs: &args.inputs,
         output: &args.output,
         overwrite: args.overwrite,
@@ -76,6 +80,13 @@ pub(super) fn run(args: &Args) -> ExitCode {
                 let words = no_separator(&args.tokenizer);
                 // Nothing is left to do when that fails.
                 let _ = writeln!(std::io::stderr(), "{words}");
+            }
+            if let Some(first) = &report.first_skipped {
+                let lines = counted(report.skipped, "line");
+                let _ = writeln!(
+                    std::io::stderr(),
+                    "warning: {lines} left out, of which the first is {first}"
+                );
             }
             give(words(&request, &report, started.elapsed()))
         }
@@ -133,8 +144,9 @@ fn words(request: &Request<'_>, report: &Report, took: Duration) -> String {
 /// Nothing tells where a document ends.
 fn no_separator(tokenizer: &Tokenizer) -> String {
     format!(
-        "warning: `{tokenizer}` has no token `{END_OF_TEXT}`, so nothing separates the documents\n  \
-         hint: set the separator with `--end-of-text TOKEN`"
+        "warning: `{tokenizer}` has no token `{}`, so nothing separates the documents\n  \
+         hint: set the separator with `--end-of-text TOKEN`",
+        ENDS_OF_TEXT.join("` or `")
     )
 }
 
@@ -160,6 +172,7 @@ mod tests {
             tokenizer: &Tokenizer::File("my tokenizer.json".into()),
             end_of_text: None,
             key: "text",
+            skip_invalid: false,
             inputs: &[],
             output: Path::new("data/web.safetensors"),
             overwrite: false,
@@ -169,6 +182,8 @@ mod tests {
             documents: 1,
             tokens: 1_000_000,
             text_bytes: 4_430_000,
+            skipped: 0,
+            first_skipped: None,
             has_separator: true,
         };
         insta::assert_snapshot!(words(&request, &report, Duration::from_millis(500)), @r"
@@ -180,7 +195,7 @@ mod tests {
           tokenizer: 'my tokenizer.json'
         ");
         insta::assert_snapshot!(no_separator(request.tokenizer), @r"
-        warning: `my tokenizer.json` has no token `<|endoftext|>`, so nothing separates the documents
+        warning: `my tokenizer.json` has no token `<|endoftext|>` or `<|end_of_text|>` or `</s>`, so nothing separates the documents
           hint: set the separator with `--end-of-text TOKEN`
         ");
     }

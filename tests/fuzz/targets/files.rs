@@ -272,10 +272,13 @@ pub(crate) fn token_file() -> Target {
     llm_c[4..8].copy_from_slice(&1_u32.to_le_bytes());
     llm_c[8..12].copy_from_slice(&40_u32.to_le_bytes());
     llm_c.extend([1; 80]);
+    let mut numpy =
+        b"\x93NUMPY\x01\x00\x3a\x00{'descr': '<u2', 'fortran_order': False, 'shape': (40,), }".to_vec();
+    numpy.extend([1; 80]);
     let count = move |content: &[u8]| {
         let _ = &texts;
         fs::write(&file, content).expect("memory");
-        let Ok(tokens) = Tokens::open(&paths, &Tokenizer::Gpt2, &vocabulary) else {
+        let Ok(tokens) = Tokens::open(&paths, &Tokenizer::Gpt2, None, &vocabulary) else {
             return 0;
         };
         let _ = tokens.fingerprint();
@@ -284,16 +287,26 @@ pub(crate) fn token_file() -> Target {
         tokens.len()
     };
     assert_eq!(
-        [&named, &llm_c].map(|seed| count(seed)),
-        [40, 40],
-        "both are token files"
+        [&named, &llm_c, &numpy].map(|seed| count(seed)),
+        [40, 40, 40],
+        "all are token files"
     );
     Target {
-        words: &["\"dtype\":\"U32\"", "\"shape\":[40]", "tokenizer_hash"],
-        ..Target::new("token_file", vec![named, llm_c, vec![7; 300]], move |bytes| {
-            for content in [bytes.to_vec(), with_right_length(bytes)] {
-                count(&content);
-            }
-        })
+        words: &[
+            "\"dtype\":\"U32\"",
+            "\"shape\":[40]",
+            "tokenizer_hash",
+            "'<i8'",
+            "(40,)",
+        ],
+        ..Target::new(
+            "token_file",
+            vec![named, llm_c, numpy, vec![7; 300]],
+            move |bytes| {
+                for content in [bytes.to_vec(), with_right_length(bytes)] {
+                    count(&content);
+                }
+            },
+        )
     }
 }

@@ -46,7 +46,7 @@ impl TokenIds {
     pub(crate) fn of_file(path: &Path) -> Result<Self, Box<dyn Error>> {
         let vocabulary = Arc::new(Vocabulary::of(&Tokenizer::Gpt2)?);
         let paths = Paths::from(PathBuf::from(path));
-        let tokens = Tokens::open(&paths, &Tokenizer::Gpt2, &vocabulary)?;
+        let tokens = Tokens::open(&paths, &Tokenizer::Gpt2, None, &vocabulary)?;
         let mut ids = vec![0; tokens.len().min(MOST)];
         tokens.read(0, &mut ids)?;
         Ok(Self {

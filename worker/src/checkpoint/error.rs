@@ -87,7 +87,9 @@ impl CheckpointError {
     pub(super) fn unread(path: &Path, error: &io::Error) -> Self {
         match error.kind() {
             io::ErrorKind::NotFound => Self::of_file(path, " is missing"),
-            io::ErrorKind::FileTooLarge => Self::damaged(path, error.to_string()),
+            io::ErrorKind::FileTooLarge | io::ErrorKind::InvalidData => {
+                Self::damaged(path, error.to_string())
+            }
             _ => Self::io("read", path, error),
         }
     }

@@ -136,7 +136,9 @@ pub fn latest_step(out_dir: &Path) -> io::Result<Option<u64>> {
     };
     let bytes = match read_bounded(&path, MAX_LATEST_BYTES) {
         Err(e) if is_absent(&e) => return Ok(None),
-        Err(e) if e.kind() == ErrorKind::FileTooLarge => return Err(names_none(e.to_string())),
+        Err(e) if matches!(e.kind(), ErrorKind::FileTooLarge | ErrorKind::InvalidData) => {
+            return Err(names_none(e.to_string()));
+        }
         read => read?,
     };
     let text = String::from_utf8_lossy(&bytes);

@@ -64,10 +64,7 @@ impl DataFile {
             let what = format!(" has {found} bytes, expected {expected}: truncated or overwritten");
             return Err(CheckpointError::of_file(&path, what));
         }
-        let header = read_header(&mut file).map_err(|e| match e.kind() {
-            ErrorKind::InvalidData => CheckpointError::damaged(&path, e.to_string()),
-            _ => failed(e),
-        })?;
+        let header = read_header(&mut file).map_err(failed)?;
         let described = header.file_len();
         if described != found {
             let what = format!(" has {found} bytes, but its header describes {described}");

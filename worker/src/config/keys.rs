@@ -10,7 +10,7 @@ use super::problem::{ConfigError, Problem};
 use super::schema::keys;
 use super::source::{Node, Origin, Source, Value};
 use super::table::Allowed::{Flag, Form, Number, Whole, Word};
-use super::table::{Allowed, Key};
+use super::table::{Allowed, Key, is_for_a_shell};
 
 /// Checks a configuration against the table; the values as JSON. The first error in the order of the file counts.
 pub(super) fn read(source: &Source) -> Result<Json, ConfigError> {
@@ -163,6 +163,9 @@ impl Allowed {
     fn hint(&self, value: &Value) -> Option<String> {
         if let (Word(words), Value::Text(v)) = (self, value) {
             return meant_word(v, words);
+        }
+        if matches!(self, Form(..)) && is_for_a_shell(value) {
+            return Some("`~` and variables are not expanded: write the whole path".into());
         }
         let is_text = |value: &Value| self.refusal(&Value::Text(value.to_string())).is_none();
         match value {

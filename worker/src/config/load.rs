@@ -6,6 +6,8 @@ use std::io::Read as _;
 use std::path::Path;
 use std::sync::Arc;
 
+use ddp_proto::words::counted;
+
 use super::keys;
 use super::problem::{ConfigError, Problem};
 use super::schema::{
@@ -83,11 +85,14 @@ fn read(path: &Path) -> Result<String, ConfigError> {
         ));
     }
     String::from_utf8(bytes).map_err(|e| {
-        let at = e.utf8_error().valid_up_to();
-        error(
-            format!("is not text (byte {at} is not UTF-8), expected a configuration: a YAML file"),
-            Some("a target that ends in `.yaml` or `.yml` is read as a configuration; any other target is run as a program"),
-        )
+        let (at, bytes) = (e.utf8_error().valid_up_to(), e.as_bytes());
+        let hint = match bytes {
+            [0xff, 0xfe, ..] | [0xfe, 0xff, ..] => "it is UTF-16: save it as UTF-8 (`iconv -f UTF-16 -t UTF-8`)",
+            _ if !bytes.contains(&0) => "save it as UTF-8 (from Latin-1: `iconv -f LATIN1 -t UTF-8`)",
+            _ => "a target that ends in `.yaml` or `.yml` is read as a configuration; any other target is run as a program",
+        };
+        let what = format!("is not text (byte {at} is not UTF-8), expected a configuration: a YAML file");
+        error(what, Some(hint))
     })
 }
 
@@ -274,8 +279,9 @@ fn check_schedule(config: &TrainConfig, source: &Source) -> Result<(), ConfigErr
 fn check_data(config: &TrainConfig, source: &Source) -> Result<(), ConfigError> {
     let vocabulary = vocabulary(config, source)?;
     // Opened, not only looked at, so that a file without permission is noticed before anything starts.
+    let data = &config.data;
     let tokens = |key: &str, paths: &Paths| {
-        let found = Tokens::count(paths, &config.data.tokenizer, &vocabulary);
+        let found = Tokens::count(paths, data, &vocabulary);
         found.map_err(|error| data_error(source, key, &error))
     };
     let (mut training, mut validation) = (tokens("data.train", &config.data.train)?, 0);
@@ -290,8 +296,9 @@ fn check_data(config: &TrainConfig, source: &Source) -> Result<(), ConfigError> 
     for (part, found) in [("`data.train`", training), (held_out, validation)] {
         if found < needed {
             let what = format!(
-                "`model.block_size` is {}, but {part} has only {found} tokens, and a sample needs {needed}",
-                needed - 1
+                "`model.block_size` is {}, but {part} has only {}, and a sample needs {needed}",
+                needed - 1,
+                counted(found, "token")
             );
             let hint = "use a smaller `model.block_size` or a longer text";
             return Err(source.locate(Problem::new("model.block_size", what).with_hint(hint)));

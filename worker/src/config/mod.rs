@@ -32,6 +32,6 @@ pub use schema::{
     Accumulate, Backend, CheckpointKeep, Data, LastBatch, LearningRate, LrScaling, Model, ModelKind, Offload,
     OnNonFinite, OptimizerConfig, OptimizerGroup, OptimizerKind, OptimizerOffload, Order, Parallel, Paths,
     Pipeline, PipelineSchedule, Precision, Recompute, ReduceDtype, Rescale, Resume, RopeScaling, Run,
-    Schedule, ShardGroup, StepRange, Strategy, Sync, Tokenizer, Train, TrainConfig, section,
+    Schedule, ShardGroup, StepRange, Strategy, Sync, TokenDtype, Tokenizer, Train, TrainConfig, section,
 };
 pub use source::Source;

@@ -106,6 +106,8 @@ sections! {
         val: Option<Paths>;
         /// How text becomes tokens.
         tokenizer: Tokenizer = "bytes";
+        /// Numbers of a token file without a header, such as nanoGPT's `.bin`. Files with a header say it themselves.
+        dtype: Option<TokenDtype>;
         /// Order of the samples.
         order: Order = "shuffled";
         /// What happens to the samples at the end of an epoch that do not fill a global batch.
@@ -340,9 +342,17 @@ words! {
         Mlp = "mlp",
     }
 
+    /// `data.dtype`
+    TokenDtype {
+        /// Two bytes per token, little-endian.
+        Uint16 = "uint16",
+        /// Four bytes per token, little-endian.
+        Uint32 = "uint32",
+    }
+
     /// `data.order`
     Order {
-        /// A new permutation each epoch, from (seed, epoch).
+        /// A new permutation each epoch, and after the first a new offset of the samples, from (seed, epoch).
         Shuffled = "shuffled",
         /// The order of the file.
         Sequential = "sequential",
@@ -504,10 +514,9 @@ words! {
 }
 
 impl KeyValue for Tokenizer {
-    const ALLOWED: Allowed = Allowed::Form(
-        "`bytes`, `gpt2` or the path of a `tokenizer.json`",
-        is_read_as::<Self>,
-    );
+    const ALLOWED: Allowed = Allowed::Form("`bytes`, `gpt2` or the path of a `tokenizer.json`", |value| {
+        is_path(value) && is_read_as::<Self>(value)
+    });
 }
 
 impl KeyValue for StepRange {
@@ -543,7 +552,7 @@ impl KeyValue for Paths {
 
 impl KeyValue for Vec<OptimizerGroup> {
     const ALLOWED: Allowed = Allowed::Form(
-        "a list of at most 15 sections of `params`, `lr_scale` and `weight_decay`",
+        "a list of at most 15 sections of `params`, `lr_scale` and `weight_decay`, with rates of 0 or more",
         |value| {
             let is_rate = |x: &f32| *x >= 0.0 && x.is_finite();
             let is_good = |group: &OptimizerGroup| {
@@ -597,6 +606,17 @@ impl RopeScaling {
         numbers.iter().all(|x| x.is_finite() && *x > 0.0)
             && self.low_freq_factor < self.high_freq_factor
             && self.original_positions > 0
+    }
+}
+
+/// As in YAML.
+impl fmt::Display for RopeScaling {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "{{ factor: {:?}, low_freq_factor: {:?}, high_freq_factor: {:?}, original_positions: {} }}",
+            self.factor, self.low_freq_factor, self.high_freq_factor, self.original_positions
+        )
     }
 }
 

@@ -31,10 +31,14 @@ impl Source {
         if let Some((line, true)) = tab {
             return Err(not_valid(tab_error(line)));
         }
-        let root = Node::parse(text).map_err(|error| match tab {
+        let mut root = Node::parse(text).map_err(|error| match tab {
             Some((line, _)) if line <= error.line + 1 => not_valid(tab_error(line)),
             _ => not_valid(error),
         })?;
+        if let Value::Map(entries) = &mut root.value {
+            // Sections that only hold anchors for others are named so in Compose (`x-common`) and GitLab (`.common`).
+            entries.retain(|entry| !entry.key.starts_with("x-") && !entry.key.starts_with('.'));
+        }
         let mut source = Self {
             path: path.to_owned(),
             overrides: overrides.to_vec(),

@@ -100,7 +100,16 @@ pub(super) fn is_read_as<T: DeserializeOwned>(value: &Value) -> bool {
 }
 
 pub(super) fn is_path(value: &Value) -> bool {
-    matches!(value, Value::Text(text) if !text.is_empty())
+    matches!(value, Value::Text(text) if !text.is_empty()) && !is_for_a_shell(value)
+}
+
+/// A path, or a list with one, in which only a shell would expand `~` or a variable.
+pub(super) fn is_for_a_shell(value: &Value) -> bool {
+    match value {
+        Value::Text(text) => text.starts_with('~') || text.split('/').any(|part| part.starts_with('$')),
+        Value::List(nodes) => nodes.iter().any(|node| is_for_a_shell(&node.value)),
+        _ => false,
+    }
 }
 
 /// The values as an error message describes them.

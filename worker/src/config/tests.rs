@@ -340,7 +340,7 @@ fn values_out_of_range() {
     `--set train.optimizer.momentum=0.9`: `train.optimizer.momentum` has no effect without `train.optimizer.kind: sgd` or `muon`
       hint: leave it out
     ");
-    insta::assert_snapshot!(set("train.optimizer.groups=[{params: wte.*, lr_scale: -1}]"), @"`--set train.optimizer.groups=[{params: wte.*, lr_scale: -1}]`: `train.optimizer.groups` is [{params: wte.*, lr_scale: -1}], expected a list of at most 15 sections of `params`, `lr_scale` and `weight_decay`");
+    insta::assert_snapshot!(set("train.optimizer.groups=[{params: wte.*, lr_scale: -1}]"), @"`--set train.optimizer.groups=[{params: wte.*, lr_scale: -1}]`: `train.optimizer.groups` is [{params: wte.*, lr_scale: -1}], expected a list of at most 15 sections of `params`, `lr_scale` and `weight_decay`, with rates of 0 or more");
     insta::assert_snapshot!(set("train.schedule.kind=wsd"), @r"
     `--set train.schedule.kind=wsd`: `train.schedule.kind: wsd` needs `train.schedule.decay_steps`: the steps of its decay
       hint: add `decay_steps: …` under `schedule:`; a tenth of `train.steps` is usual
@@ -391,8 +391,57 @@ fn data_that_cannot_be_used() {
       hint: use a smaller `model.block_size` or a longer text
     ");
     let case = Case::new();
+    std::fs::write(case.folder.path().join("short.txt"), "x").unwrap();
+    insta::assert_snapshot!(case.error(GOOD, &["data.val=short.txt"]), @r"
+    train.yaml:8: `model.block_size` is 16, but `data.val` has only 1 token, and a sample needs 17
+      hint: use a smaller `model.block_size` or a longer text
+    ");
     std::fs::write(case.folder.path().join("empty.txt"), "").unwrap();
     insta::assert_snapshot!(case.error(GOOD, &["data.val=empty.txt"]), @"`--set data.val=empty.txt`: `data.val` is `empty.txt`, which is empty");
+}
+
+/// A run was written to a folder called `~`.
+#[test]
+fn paths_that_only_a_shell_expands_are_refused() {
+    insta::assert_snapshot!(set("run.out_dir=~/runs"), @r"
+    `--set run.out_dir=~/runs`: `run.out_dir` is `~/runs`, expected the path of a directory
+      hint: `~` and variables are not expanded: write the whole path
+    ");
+    insta::assert_snapshot!(set("data.train=[text.txt, $DATA/b.txt]"), @r"
+    `--set data.train=[text.txt, $DATA/b.txt]`: `data.train` is [text.txt, $DATA/b.txt], expected a path (a string), or a list of them
+      hint: `~` and variables are not expanded: write the whole path
+    ");
+    insta::assert_snapshot!(set("data.tokenizer=${HOME}/tokenizer.json"), @r"
+    `--set data.tokenizer=${HOME}/tokenizer.json`: `data.tokenizer` is `${HOME}/tokenizer.json`, expected `bytes`, `gpt2` or the path of a `tokenizer.json`
+      hint: `~` and variables are not expanded: write the whole path
+    ");
+    insta::assert_snapshot!(set("model.init_from=~/weights"), @r"
+    `--set model.init_from=~/weights`: `model.init_from` is `~/weights`, expected the path of a directory or of a `.safetensors` file
+      hint: `~` and variables are not expanded: write the whole path
+    ");
+    assert!(
+        Case::new()
+            .load(
+                GOOD,
+                &[
+                    "run.out_dir=./~",
+                    "train.offload.dir=a$b",
+                    "train.offload.optimizer=file"
+                ]
+            )
+            .is_ok()
+    );
+}
+
+#[test]
+fn sections_that_only_hold_anchors_may_have_any_keys() {
+    let templates = "x-model: &small { n_layer: 2, n_head: 4 }\n.lr: &lr 1e-3\n";
+    let yaml = GOOD
+        .replace("  n_layer: 2\n  n_head: 4\n", "  <<: *small\n")
+        .replace("lr: 3e-4", "lr: *lr");
+    let config = Case::new().load(&format!("{templates}{yaml}"), &[]).unwrap();
+    assert_eq!((config.model.n_head, config.train.optimizer.lr), (4, 1e-3));
+    assert!(with("  name: tiny", "  x-name: tiny").contains("unknown key `run.x-name`"));
 }
 
 #[test]
@@ -417,6 +466,16 @@ fn files_that_cannot_be_read() {
     std::fs::write(case.folder.path().join("binary.yaml"), [0xff, 0xfe]).unwrap();
     insta::assert_snapshot!(message("binary.yaml"), @r"
     binary.yaml: is not text (byte 0 is not UTF-8), expected a configuration: a YAML file
+      hint: it is UTF-16: save it as UTF-8 (`iconv -f UTF-16 -t UTF-8`)
+    ");
+    std::fs::write(case.folder.path().join("latin.yaml"), b"run: { name: caf\xe9 }").unwrap();
+    insta::assert_snapshot!(message("latin.yaml"), @r"
+    latin.yaml: is not text (byte 16 is not UTF-8), expected a configuration: a YAML file
+      hint: save it as UTF-8 (from Latin-1: `iconv -f LATIN1 -t UTF-8`)
+    ");
+    std::fs::write(case.folder.path().join("image.yaml"), b"\x89PNG\0").unwrap();
+    insta::assert_snapshot!(message("image.yaml"), @r"
+    image.yaml: is not text (byte 0 is not UTF-8), expected a configuration: a YAML file
       hint: a target that ends in `.yaml` or `.yml` is read as a configuration; any other target is run as a program
     ");
     std::fs::create_dir(case.folder.path().join("folder.yaml")).unwrap();
@@ -602,7 +661,9 @@ fn every_key_of_another_program_leads_to_one_of_ours() {
         assert!(keys().any(|key| key.path == *ours), "{ours}");
         for theirs in theirs.split(' ') {
             let is_ours = |name: &str| name == theirs;
-            assert!(!keys().any(|key| key.path.split('.').any(is_ours)), "{theirs}");
+            // The type of a file's numbers; in other sections `dtype` means that of the arithmetic.
+            let mut keys = keys().filter(|key| key.path != "data.dtype");
+            assert!(!keys.any(|key| key.path.split('.').any(is_ours)), "{theirs}");
         }
     }
 }

@@ -11,7 +11,7 @@ use safetensors::tensor::Dtype;
 
 use super::token_file::{TokenFile, width};
 use super::{DataError, Vocabulary};
-use crate::config::{self, Paths, Tokenizer, star_matches};
+use crate::config::{self, Paths, TokenDtype, Tokenizer, star_matches};
 
 /// Without validation data, one in this many tokens is held out at the end of the training data.
 pub const HELD_OUT_PART: usize = 10;
@@ -35,16 +35,17 @@ pub struct Tokens {
 }
 
 impl Tokens {
-    /// All tokens of the files of `paths`.
+    /// All tokens of the files of `paths`. `dtype` is that of files without a header.
     pub fn open(
         paths: &Paths,
         tokenizer: &Tokenizer,
+        dtype: Option<TokenDtype>,
         vocabulary: &Arc<Vocabulary>,
     ) -> Result<Self, DataError> {
         let name = tokenizer.to_string();
         let files = files(paths)?.into_iter();
         let files: Arc<[TokenFile]> = files
-            .map(|path| TokenFile::open(&path, vocabulary, &name))
+            .map(|path| TokenFile::open(&path, vocabulary, dtype, &name))
             .collect::<Result<_, _>>()?;
         assert!(!files.is_empty(), "tokens without files");
         let mut borders = vec![0];
@@ -59,15 +60,11 @@ impl Tokens {
     }
 
     /// Number of tokens of the files of `paths`, each of which is opened, checked against its header, and closed.
-    pub fn count(
-        paths: &Paths,
-        tokenizer: &Tokenizer,
-        vocabulary: &Arc<Vocabulary>,
-    ) -> Result<u64, DataError> {
-        let name = tokenizer.to_string();
-        let lengths = files(paths)?.into_iter();
-        lengths
-            .map(|path| TokenFile::open(&path, vocabulary, &name).map(|file| file.len() as u64))
+    pub fn count(paths: &Paths, data: &config::Data, vocabulary: &Arc<Vocabulary>) -> Result<u64, DataError> {
+        let name = data.tokenizer.to_string();
+        let files = files(paths)?.into_iter();
+        files
+            .map(|path| TokenFile::open(&path, vocabulary, data.dtype, &name).map(|file| file.len() as u64))
             .sum()
     }
 
@@ -191,13 +188,12 @@ impl Tokens {
         (self.len().saturating_sub(1) / block_size.max(1)) as u64
     }
 
-    /// Block `k`: `inputs` are tokens `k·T … k·T + T − 1`, `targets` those one further, where `T` is the
-    /// length of both.
-    pub fn read_block(&self, k: u64, inputs: &mut [i32], targets: &mut [i32]) -> Result<(), DataError> {
+    /// The sample from token `start`: as many `inputs` as there is room for, and as `targets` the tokens one further.
+    pub fn read_sample(&self, start: u64, inputs: &mut [i32], targets: &mut [i32]) -> Result<(), DataError> {
         let block_size = inputs.len();
         assert_eq!(targets.len(), block_size, "a target for each input");
         let mut tokens = vec![0; block_size + 1];
-        self.read(k as usize * block_size, &mut tokens)?;
+        self.read(start as usize, &mut tokens)?;
         inputs.copy_from_slice(&tokens[..block_size]);
         targets.copy_from_slice(&tokens[1..]);
         Ok(())
@@ -219,7 +215,7 @@ impl Dataset {
     /// Opens the files of a configuration. Both parts hold at least one sample of `block_size`.
     pub fn open(data: &config::Data, block_size: usize) -> Result<Self, DataError> {
         let vocabulary = Arc::new(Vocabulary::of(&data.tokenizer)?);
-        let open = |paths| Tokens::open(paths, &data.tokenizer, &vocabulary);
+        let open = |paths| Tokens::open(paths, &data.tokenizer, data.dtype, &vocabulary);
         let all = open(&data.train)?;
         let (train, val) = if let Some(paths) = &data.val {
             (all, open(paths)?)
@@ -234,10 +230,10 @@ impl Dataset {
         };
         for (part, tokens) in [("training", &dataset.train), ("validation", &dataset.val)] {
             if tokens.blocks(block_size) == 0 {
-                let (found, needed) = (tokens.len(), block_size + 1);
+                let (found, needed) = (counted(tokens.len() as u64, "token"), block_size + 1);
                 return Err(DataError::file(
                     tokens.path(),
-                    format!("has {found} tokens of {part}, but a sample needs {needed}"),
+                    format!("has {found} of {part}, but a sample needs {needed}"),
                     Some("use a longer text or a smaller `model.block_size`"),
                 ));
             }
@@ -317,6 +313,7 @@ mod tests {
             train: write("train", train).into(),
             val: val.map(|v| write("val", v).into()),
             tokenizer: Tokenizer::Bytes,
+            dtype: None,
             order: Order::Sequential,
             last_batch: LastBatch::Wrap,
         }
@@ -330,9 +327,9 @@ mod tests {
         assert_eq!((dataset.train.len(), dataset.val.len()), (95, 10));
         assert_eq!((dataset.train.blocks(4), dataset.val.blocks(4)), (23, 2));
         let (mut inputs, mut targets) = ([0; 4], [0; 4]);
-        dataset.val.read_block(1, &mut inputs, &mut targets).unwrap();
+        dataset.val.read_sample(4, &mut inputs, &mut targets).unwrap();
         assert_eq!((inputs, targets), ([99, 100, 101, 102], [100, 101, 102, 103]));
-        let beyond = std::panic::AssertUnwindSafe(|| dataset.val.read_block(2, &mut [0; 4], &mut [0; 4]));
+        let beyond = std::panic::AssertUnwindSafe(|| dataset.val.read_sample(8, &mut [0; 4], &mut [0; 4]));
         assert!(std::panic::catch_unwind(beyond).is_err());
     }
 

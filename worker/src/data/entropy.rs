@@ -106,6 +106,7 @@ mod tests {
             train: train.to_owned().into(),
             val: val.map(|path| path.to_owned().into()),
             tokenizer: Tokenizer::Bytes,
+            dtype: None,
             order: Order::Sequential,
             last_batch: LastBatch::Wrap,
         };

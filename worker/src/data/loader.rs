@@ -8,7 +8,7 @@ use crate::config::{LastBatch, Order};
 
 /// Name of the rule by which `shuffled` orders the blocks; recorded in checkpoints, since a run can only
 /// be resumed under the same one.
-pub const ORDER_VERSION: &str = "feistel8-splitmix64/1";
+pub const ORDER_VERSION: &str = "feistel8-splitmix64/2";
 
 /// The order of the global stream of samples: a pure function of its number, whatever the number of ranks.
 /// Each epoch contains every block once; the stream runs on over the end of an epoch, also within a batch.
@@ -39,6 +39,15 @@ impl Sampler {
             Order::Shuffled => Permutation::new(self.blocks, self.seed, epoch).at(place),
         };
         (epoch, block)
+    }
+
+    /// Tokens before the first block of an epoch, fewer than `block_size`: none in the first epoch. Blocks that were the
+    /// same in every epoch would be learnt by heart sooner.
+    fn offset(&self, epoch: u64, block_size: u64) -> u64 {
+        match self.order {
+            Order::Shuffled if epoch > 0 => mix(mix(self.seed) ^ epoch) % block_size,
+            _ => 0,
+        }
     }
 }
 
@@ -221,6 +230,14 @@ impl Loader {
         self.consumed_before(step) as f64 / self.sampler.blocks() as f64
     }
 
+    /// The first token of sample `n`. A block that would not fit behind its offset ends with the last token.
+    fn start(&self, n: u64) -> u64 {
+        let (epoch, block) = self.sampler.block(n);
+        let block_size = self.block_size as u64;
+        let last = self.tokens.len() as u64 - 1 - block_size;
+        last.min(block * block_size + self.sampler.offset(epoch, block_size))
+    }
+
     /// Writes micro-batch `m` of `step` (both from 0): `inputs` and `targets` have the shape
     /// `(micro_batch, block_size)`. Returns the number of its samples; the rows behind them have only targets that
     /// are [`IGNORED`].
@@ -239,8 +256,8 @@ impl Loader {
         let expected = self.shape.micro_batch as usize * self.block_size;
         assert_eq!((inputs.len(), targets.len()), (expected, expected));
         let own = self.first_sample(step, m)..self.samples(step).end;
-        let blocks = own.map(|sample| self.sampler.block(sample).1);
-        fill_batch(&self.tokens, blocks, self.block_size, (inputs, targets))
+        let starts = own.map(|sample| self.start(sample));
+        fill_batch(&self.tokens, starts, self.block_size, (inputs, targets))
     }
 }
 
@@ -252,19 +269,19 @@ pub fn eval_blocks(blocks: u64, rank: u64, world: u64) -> Range<u64> {
     cut(rank)..cut(rank + 1)
 }
 
-/// Fills a micro-batch `(rows, block_size)` with blocks, one a row, and returns the number of rows that have one. The
-/// other rows have only targets that are [`IGNORED`].
+/// Fills a micro-batch `(rows, block_size)` with the samples from these tokens, one a row, and returns the number of rows
+/// that have one. The other rows have only targets that are [`IGNORED`].
 pub fn fill_batch(
     tokens: &Tokens,
-    mut blocks: impl Iterator<Item = u64>,
+    mut starts: impl Iterator<Item = u64>,
     block_size: usize,
     (inputs, targets): (&mut [i32], &mut [i32]),
 ) -> Result<usize, DataError> {
     let mut filled = 0;
     let rows = inputs.chunks_mut(block_size).zip(targets.chunks_mut(block_size));
     for (inputs, targets) in rows {
-        if let Some(block) = blocks.next() {
-            tokens.read_block(block, inputs, targets)?;
+        if let Some(start) = starts.next() {
+            tokens.read_sample(start, inputs, targets)?;
             filled += 1;
         } else {
             inputs.fill(0);
@@ -289,7 +306,7 @@ mod tests {
         let path = folder.path().join("tokens");
         std::fs::write(&path, bytes).unwrap();
         let vocabulary = Arc::new(Vocabulary::of(&Tokenizer::Bytes).unwrap());
-        let tokens = Tokens::open(&path.into(), &Tokenizer::Bytes, &vocabulary).unwrap();
+        let tokens = Tokens::open(&path.into(), &Tokenizer::Bytes, None, &vocabulary).unwrap();
         (folder, tokens)
     }
 
@@ -505,7 +522,47 @@ mod tests {
         let sampler = Sampler::new(Order::Shuffled, 1337, 100);
         let first: Vec<_> = (0..6).map(|n| sampler.block(n).1).collect();
         let second: Vec<_> = (100..106).map(|n| sampler.block(n)).collect();
+        let offsets: Vec<_> = (0..6).map(|epoch| sampler.offset(epoch, 1000)).collect();
+        insta::assert_snapshot!(format!("{offsets:?}"), @"[0, 902, 684, 902, 649, 368]");
         insta::assert_snapshot!(format!("{first:?} {second:?}"), @"[26, 87, 53, 17, 25, 39] [(1, 17), (1, 16), (1, 41), (1, 85), (1, 38), (1, 76)]");
+    }
+
+    /// Fixed blocks cost 0.03 nats in the second epoch against random ones.
+    #[test]
+    fn blocks_begin_elsewhere_in_each_epoch_and_stay_whole() {
+        let bytes: Vec<u8> = (0..=249).collect();
+        let (_folder, tokens) = tokens(&bytes);
+        let starts = |order, epoch: u64| {
+            let sampler = Sampler::new(order, 3, tokens.blocks(16));
+            let shape = BatchShape {
+                rank: 0,
+                world: 1,
+                micro_batch: 15,
+                accumulation: 1,
+            };
+            let loader = Loader::new(tokens.clone(), sampler, shape, 16);
+            let (mut inputs, mut targets) = ([0; 240], [0; 240]);
+            loader.fill(epoch, 0, &mut inputs, &mut targets).unwrap();
+            for (inputs, targets) in inputs.chunks(16).zip(targets.chunks(16)) {
+                assert!(
+                    inputs
+                        .iter()
+                        .zip(targets)
+                        .all(|(input, target)| input + 1 == *target)
+                );
+            }
+            let mut starts: Vec<i32> = inputs.chunks(16).map(|inputs| inputs[0]).collect();
+            starts.sort_unstable();
+            starts
+        };
+        let at = |offset: i32| (0..15).map(|k| (16 * k + offset).min(233)).collect::<Vec<_>>();
+        assert_eq!(starts(Order::Shuffled, 0), at(0));
+        assert_eq!(starts(Order::Sequential, 3), at(0));
+        let offsets: Vec<i32> = (1..200).map(|epoch| starts(Order::Shuffled, epoch)[0]).collect();
+        assert!((0..16).all(|offset| offsets.contains(&offset)), "{offsets:?}");
+        for epoch in 1..20 {
+            assert_eq!(starts(Order::Shuffled, epoch), at(offsets[epoch as usize - 1]));
+        }
     }
 
     #[test]

@@ -8,7 +8,7 @@ use safetensors::tensor::Dtype;
 
 use super::token_file::{header, other_tokenizer};
 use super::{DataError, TokenFacts, Tokens, Vocabulary};
-use crate::config::{Paths, Tokenizer};
+use crate::config::{Paths, TokenDtype, Tokenizer};
 
 /// A llm.c file with this header, and `tokens` as 16 bits.
 fn llm_c(header: [i32; 3], tokens: &[u16]) -> Vec<u8> {
@@ -44,11 +44,12 @@ fn ours(tokens: &[u16], facts: &TokenFacts) -> Vec<u8> {
     bytes
 }
 
-struct Folder(tempfile::TempDir);
+/// Files, and the type of those without a header.
+struct Folder(tempfile::TempDir, Option<TokenDtype>);
 
 impl Folder {
     fn new() -> Self {
-        Self(tempfile::tempdir().unwrap())
+        Self(tempfile::tempdir().unwrap(), None)
     }
 
     fn write(&self, name: &str, bytes: &[u8]) -> PathBuf {
@@ -59,14 +60,16 @@ impl Folder {
 
     fn open(&self, paths: &[&str]) -> Result<Tokens, DataError> {
         let paths: Vec<PathBuf> = paths.iter().map(|path| self.0.path().join(path)).collect();
-        Tokens::open(&Paths::Several(paths), &Tokenizer::Gpt2, &gpt2())
+        Tokens::open(&Paths::Several(paths), &Tokenizer::Gpt2, self.1, &gpt2())
     }
 
     /// Why a file of these bytes is refused, under `tokenizer`.
     fn refusal(&self, bytes: &[u8], tokenizer: &Tokenizer) -> String {
         let path = self.write("data.bin", bytes);
         let vocabulary = Arc::new(Vocabulary::of(tokenizer).unwrap());
-        let error = Tokens::open(&path.into(), tokenizer, &vocabulary).err().unwrap();
+        let error = Tokens::open(&path.into(), tokenizer, self.1, &vocabulary)
+            .err()
+            .unwrap();
         self.shown(&error)
     }
 
@@ -95,7 +98,7 @@ fn files_of_both_kinds_are_one_stream() {
     assert_eq!((tokens.file_count(), tokens.bytes_per_token()), (3, None));
     assert!(!tokens.knows_tokenizer());
     let (mut inputs, mut targets) = ([0; 3], [0; 3]);
-    tokens.read_block(1, &mut inputs, &mut targets).unwrap();
+    tokens.read_sample(3, &mut inputs, &mut targets).unwrap();
     assert_eq!((inputs, targets), ([7, 50_256, 9], [50_256, 9, 10]));
 
     let own = folder.open(&["*.safetensors"]).unwrap();
@@ -118,6 +121,104 @@ fn a_file_that_another_program_wrote_is_read() {
     let tokens = folder.open(&["a"]).unwrap();
     assert_eq!(all(&tokens), [5, 6]);
     assert!(!tokens.knows_tokenizer());
+}
+
+/// A file of NumPy with this header, as `numpy.save` fills it up.
+fn numpy(literal: &str, data: &[u8]) -> Vec<u8> {
+    let mut header = literal.to_owned();
+    header += &" ".repeat(117 - literal.len());
+    header.push('\n');
+    let length = (header.len() as u16).to_le_bytes();
+    [b"\x93NUMPY\x01\x00", &length[..], header.as_bytes(), data].concat()
+}
+
+#[test]
+fn an_array_of_numpy_is_read_by_its_header() {
+    let folder = Folder::new();
+    let literal = |dtype: &str, shape: &str| {
+        format!("{{'descr': '{dtype}', 'fortran_order': False, 'shape': {shape}, }}")
+    };
+    for (dtype, data) in [
+        ("<u2", &[7, 0, 80, 196][..]),
+        ("<i4", &[7, 0, 0, 0, 80, 196, 0, 0]),
+        ("<i8", &[7, 0, 0, 0, 0, 0, 0, 0, 80, 196, 0, 0, 0, 0, 0, 0]),
+    ] {
+        folder.write("a.npy", &numpy(&literal(dtype, "(2,)"), data));
+        let tokens = folder.open(&["a.npy"]).unwrap();
+        assert_eq!(all(&tokens), [7, 50_256], "{dtype}");
+    }
+    let refusal = |bytes: &[u8]| folder.refusal(bytes, &Tokenizer::Gpt2);
+    insta::assert_snapshot!(refusal(&numpy(&literal("<f4", "(1,)"), &[0; 4])), @r"
+    `DIR/data.bin` is a token file with an invalid header: only whole numbers of 2, 4 or 8 bytes are read, as `<u2`: `{'descr': '<f4', 'fortran_order': False, 'shape': (1,), }`
+      hint: supported are the files of `ddp-train tokenize`, llm.c and NumPy: see `Tokens` in docs/configuration.md
+    ");
+    insta::assert_snapshot!(refusal(&numpy(&literal("<u2", "(1, 1)"), &[0; 2])), @r"
+    `DIR/data.bin` is a token file with an invalid header: only arrays of one dimension are read: `{'descr': '<u2', 'fortran_order': False, 'shape': (1, 1), }`
+      hint: supported are the files of `ddp-train tokenize`, llm.c and NumPy: see `Tokens` in docs/configuration.md
+    ");
+    insta::assert_snapshot!(refusal(&numpy(&literal("<u2", "(3,)"), &[0; 4])), @r"
+    `DIR/data.bin` is 132 bytes long, but its header promises 134
+      hint: it was truncated or extended: create or download it again
+    ");
+    insta::assert_snapshot!(folder.refusal(&numpy(&literal("<u2", "(1,)"), &[0; 2]), &Tokenizer::Bytes), @r"
+    `DIR/data.bin` is a token file, but `data.tokenizer: bytes` expects text
+      hint: set `data.tokenizer` to the one that it was made with
+    ");
+    folder.write("a.npy", &numpy(&literal("<i8", "(1,)"), &[255; 8]));
+    let negative = folder.open(&["a.npy"]).unwrap().read(0, &mut [0]).unwrap_err();
+    assert!(
+        negative.to_string().contains("the last token of `gpt2` is 50256"),
+        "{negative}"
+    );
+}
+
+/// The hint was to tokenize it, which made garbage of it.
+#[test]
+fn numbers_without_a_header_are_read_only_as_the_user_says() {
+    let mut folder = Folder::new();
+    let raw: Vec<u8> = [18_u16, 47, 50_256, 0]
+        .iter()
+        .flat_map(|token| token.to_le_bytes())
+        .collect();
+    insta::assert_snapshot!(folder.refusal(&raw, &Tokenizer::Gpt2), @r"
+    `DIR/data.bin` is neither text nor a token file with a header, but `data.tokenizer: gpt2` needs one
+      hint: if it holds nothing but numbers, as nanoGPT's `.bin`, set `data.dtype: uint16` (or `uint32`)
+    ");
+    folder.1 = Some(TokenDtype::Uint16);
+    let path = folder.write("train.bin", &raw);
+    assert_eq!(all(&folder.open(&["train.bin"]).unwrap()), [18, 47, 50_256, 0]);
+    insta::assert_snapshot!(folder.refusal(&raw[1..], &Tokenizer::Gpt2), @r"
+    `DIR/data.bin` is 7 bytes long, expected a multiple of 2
+      hint: check `data.dtype`, or create the file again
+    ");
+    assert!(
+        folder
+            .refusal(&raw, &Tokenizer::Bytes)
+            .contains("is a token file, but `data.tokenizer: bytes`")
+    );
+    // A header counts all the same.
+    std::fs::write(path, good_llm_c(&[7])).unwrap();
+    assert_eq!(all(&folder.open(&["train.bin"]).unwrap()), [7]);
+    folder.1 = Some(TokenDtype::Uint32);
+    folder.write("wide.bin", &raw);
+    let error = folder.open(&["wide.bin"]).unwrap().read(0, &mut [0]).unwrap_err();
+    insta::assert_snapshot!(folder.shown(&error), @r"
+    `DIR/wide.bin` has the number 3080210 at position 0, but the last token of `gpt2` is 50256
+      hint: set `data.tokenizer` to the one that the file was made with, or make it again with `ddp-train tokenize`
+    ");
+}
+
+#[test]
+fn a_byte_order_mark_is_no_part_of_a_text() {
+    let folder = Folder::new();
+    let bytes = Arc::new(Vocabulary::of(&Tokenizer::Bytes).unwrap());
+    let of = |text: &str| {
+        let path = folder.write("a.txt", text.as_bytes());
+        Tokens::open(&path.into(), &Tokenizer::Bytes, None, &bytes).map(|tokens| all(&tokens))
+    };
+    assert_eq!(of("\u{feff}ab").unwrap(), [97, 98]);
+    assert_eq!(of("ab").unwrap(), [97, 98]);
+    assert!(of("\u{feff}").unwrap_err().to_string().ends_with("is empty"));
 }
 
 #[test]
@@ -182,7 +283,7 @@ fn a_header_that_is_not_understood_is_refused() {
     let refusal = |bytes: &[u8]| folder.refusal(bytes, &Tokenizer::Gpt2);
     insta::assert_snapshot!(refusal(&llm_c([20_240_520, 3, 1], &[1])), @r"
     `DIR/data.bin` is a token file with an invalid header: of llm.c's kind 20240520 version 1 is known, and it has version 3
-      hint: supported are the files of `ddp-train tokenize` and of llm.c: see `Tokens` in docs/configuration.md
+      hint: supported are the files of `ddp-train tokenize`, llm.c and NumPy: see `Tokens` in docs/configuration.md
     ");
     let first_line = |bytes: &[u8]| refusal(bytes).lines().next().unwrap().to_owned();
     insta::assert_snapshot!(first_line(&llm_c([20_240_520, 1, -5], &[1])), @"`DIR/data.bin` is a token file with an invalid header: it promises -5 tokens");
@@ -278,7 +379,7 @@ proptest! {
         for k in 0..whole.blocks(block_size) {
             let block = |tokens: &Tokens| {
                 let (mut inputs, mut targets) = (vec![-5; block_size], vec![-5; block_size]);
-                tokens.read_block(k, &mut inputs, &mut targets).unwrap();
+                tokens.read_sample(k * block_size as u64, &mut inputs, &mut targets).unwrap();
                 (inputs, targets)
             };
             let expected = block(&whole);

@@ -4,6 +4,9 @@
 //!   else wrote with such a tensor is taken too; what its metadata leave out is not known.
 //! - The `.bin` of llm.c and modded-nanogpt: a header of 256 integers of 4 bytes, then the tokens. The first integer is
 //!   the kind, the second its version, the third how many tokens follow. The tokenizer that made them is not recorded.
+//! - NumPy's `.npy`, with one dimension of whole numbers.
+//!
+//! A file without a header, such as nanoGPT's `.bin`, is read as numbers of the type that the user names.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
@@ -15,6 +18,7 @@ use serde::Serialize;
 
 use super::data_file::DataFile;
 use super::{DataError, Vocabulary};
+use crate::config::TokenDtype;
 
 /// What a token file made of a text is called: the text's name with this behind it.
 const SUFFIX: &str = "safetensors";
@@ -27,11 +31,13 @@ pub(super) struct TokenFile {
 }
 
 impl TokenFile {
-    /// Opens a file for a vocabulary: a text for bytes, a token file for all others. `tokenizer` is what the user
-    /// calls the vocabulary, for the command that would make tokens of a text.
+    /// Opens a file for a vocabulary: a text for bytes, a token file for all others. `without_header` is the type of the
+    /// tokens in a file that does not say it. `tokenizer` is what the user calls the vocabulary, for the command that would
+    /// make tokens of a text.
     pub(super) fn open(
         path: &Path,
         vocabulary: &Arc<Vocabulary>,
+        without_header: Option<TokenDtype>,
         tokenizer: &str,
     ) -> Result<Self, DataError> {
         let file = DataFile::open(path)?;
@@ -41,20 +47,11 @@ impl TokenFile {
         }
         let refused = |problem: String, hint: &str| Err(DataError::file(path, problem, Some(hint)));
         let wanted = &vocabulary.name;
-        let recognised = match llm_c_layout(&file)? {
-            Some(layout) => Some(layout),
-            None => named_layout(&file)?,
-        };
-        let layout = match (recognised, vocabulary.is_bytes()) {
-            (None, true) => Layout {
-                start: 0,
-                dtype: Dtype::U8,
-                tokens: file.len(),
-                facts: TokenFacts {
-                    text_bytes: Some(file.len() as u64),
-                    ..TokenFacts::default()
-                },
-            },
+        let layouts = [llm_c_layout, npy_layout, named_layout];
+        let recognised = layouts.iter().find_map(|layout| layout(&file).transpose());
+        let given = || without_header.map(|dtype| raw_layout(&file, dtype));
+        let layout = match (recognised.or_else(given).transpose()?, vocabulary.is_bytes()) {
+            (None, true) => text_layout(&file)?,
             (Some(Layout { facts, .. }), true) => {
                 let made_with = facts.tokenizer.map_or_else(
                     || "set `data.tokenizer` to the one that it was made with".into(),
@@ -62,6 +59,13 @@ impl TokenFile {
                 );
                 let problem = "is a token file, but `data.tokenizer: bytes` expects text";
                 return refused(problem.into(), &made_with);
+            }
+            (None, false) if !is_text(&file)? => {
+                let problem = format!(
+                    "is neither text nor a token file with a header, but `data.tokenizer: {wanted}` needs one"
+                );
+                let hint = "if it holds nothing but numbers, as nanoGPT's `.bin`, set `data.dtype: uint16` (or `uint32`)";
+                return refused(problem, hint);
             }
             (None, false) => {
                 let command = command(path, tokenizer, wanted);
@@ -113,7 +117,7 @@ impl TokenFile {
         let width = width(self.layout.dtype);
         let mut bytes = vec![0; out.len() * width];
         self.read_stored(start, &mut bytes)?;
-        let last = (self.vocabulary.size - 1) as u32;
+        let last = (self.vocabulary.size - 1) as u64;
         for (i, (out, bytes)) in out.iter_mut().zip(bytes.chunks_exact(width)).enumerate() {
             let token = stored(bytes);
             if token > last {
@@ -150,14 +154,11 @@ pub(super) fn other_tokenizer(found: &str, wanted: &str) -> String {
     format!("holds tokens of `{found}`, but `data.tokenizer` is `{wanted}`{version}")
 }
 
-/// A token of 1, 2 or 4 bytes.
-fn stored(bytes: &[u8]) -> u32 {
-    match *bytes {
-        [a] => u32::from(a),
-        [a, b] => u32::from(u16::from_le_bytes([a, b])),
-        [a, b, c, d] => u32::from_le_bytes([a, b, c, d]),
-        _ => unreachable!("a token has 1, 2 or 4 bytes"),
-    }
+/// A token of at most 8 bytes. A negative number becomes a large one, which no vocabulary has.
+fn stored(bytes: &[u8]) -> u64 {
+    let mut all = [0; 8];
+    all[..bytes.len()].copy_from_slice(bytes);
+    u64::from_le_bytes(all)
 }
 
 /// What to type to make tokens of the text at `path`.
@@ -207,10 +208,21 @@ struct Layout {
     facts: TokenFacts,
 }
 
+impl Layout {
+    fn of(start: usize, dtype: Dtype, tokens: usize) -> Self {
+        let facts = TokenFacts::default();
+        Self {
+            start,
+            dtype,
+            tokens,
+            facts,
+        }
+    }
+}
+
 /// The header of the file at `path` has contents that are not known.
 fn wrong_header(path: &Path, what: impl std::fmt::Display) -> DataError {
-    let hint =
-        "supported are the files of `ddp-train tokenize` and of llm.c: see `Tokens` in docs/configuration.md";
+    let hint = "supported are the files of `ddp-train tokenize`, llm.c and NumPy: see `Tokens` in docs/configuration.md";
     DataError::file(
         path,
         format!("is a token file with an invalid header: {what}"),
@@ -229,6 +241,89 @@ fn check_length(file: &DataFile, promised: u64) -> Result<(), DataError> {
         format!("is {found} bytes long, but its header promises {promised}"),
         Some("it was truncated or extended: create or download it again"),
     ))
+}
+
+/// What editors put before a text to say that it is UTF-8. It is no part of the text.
+pub(crate) const BYTE_ORDER_MARK: &[u8] = "\u{feff}".as_bytes();
+
+fn text_layout(file: &DataFile) -> Result<Layout, DataError> {
+    let mut first = [0; BYTE_ORDER_MARK.len()];
+    if file.len() >= first.len() {
+        file.read(0, &mut first)?;
+    }
+    let start = if first == BYTE_ORDER_MARK { first.len() } else { 0 };
+    let mut layout = Layout::of(start, Dtype::U8, file.len() - start);
+    layout.facts.text_bytes = Some(layout.tokens as u64);
+    Ok(layout)
+}
+
+/// Bytes at the beginning of a file that show whether it is text.
+const MAX_SHOWN_BYTES: usize = 4096;
+
+/// True if the beginning of `file` is text, and not numbers.
+fn is_text(file: &DataFile) -> Result<bool, DataError> {
+    let mut first = vec![0; file.len().min(MAX_SHOWN_BYTES)];
+    file.read(0, &mut first)?;
+    // A character may be cut at the end.
+    let is_utf8 = std::str::from_utf8(&first).map_or_else(|e| e.error_len().is_none(), |_| true);
+    Ok(is_utf8 && !first.contains(&0))
+}
+
+/// Layout of a file that holds nothing but tokens.
+fn raw_layout(file: &DataFile, dtype: TokenDtype) -> Result<Layout, DataError> {
+    let dtype = match dtype {
+        TokenDtype::Uint16 => Dtype::U16,
+        TokenDtype::Uint32 => Dtype::U32,
+    };
+    let (length, width) = (file.len(), width(dtype));
+    if !length.is_multiple_of(width) {
+        let problem = format!("is {length} bytes long, expected a multiple of {width}");
+        let hint = "check `data.dtype`, or create the file again";
+        return Err(DataError::file(file.path(), problem, Some(hint)));
+    }
+    Ok(Layout::of(0, dtype, length / width))
+}
+
+/// Begins the file, with the version. Later versions are for headers that are longer than that of an array of numbers.
+const NPY_MAGIC: &[u8] = b"\x93NUMPY\x01\x00";
+/// Bytes of the magic and of the length of the header, which is a Python literal, such as
+/// `{'descr': '<u2', 'fortran_order': False, 'shape': (1000,), }`.
+const NPY_BEGIN: usize = 10;
+
+/// Layout of `file`, if NumPy wrote it.
+fn npy_layout(file: &DataFile) -> Result<Option<Layout>, DataError> {
+    let mut begin = [0; NPY_BEGIN];
+    if file.len() < begin.len() {
+        return Ok(None);
+    }
+    file.read(0, &mut begin)?;
+    if !begin.starts_with(NPY_MAGIC) {
+        return Ok(None);
+    }
+    let length = usize::from(u16::from_le_bytes([begin[8], begin[9]]));
+    let start = NPY_BEGIN + length;
+    let mut header = vec![0; length.min(file.len() - NPY_BEGIN)];
+    file.read(NPY_BEGIN, &mut header)?;
+    let header = String::from_utf8_lossy(&header);
+    let value = |key: &str, close: char| {
+        let (_, rest) = header.split_once(key)?;
+        Some(rest.split_once(close)?.0)
+    };
+    let wrong = |what: &str| wrong_header(file.path(), format!("{what}: `{}`", header.trim_end()));
+    let dtype = match value("'descr': '", '\'') {
+        Some("<u2") => Dtype::U16,
+        Some("<u4") => Dtype::U32,
+        Some("<i4") => Dtype::I32,
+        Some("<i8") => Dtype::I64,
+        _ => return Err(wrong("only whole numbers of 2, 4 or 8 bytes are read, as `<u2`")),
+    };
+    let shape = value("'shape': (", ')').map(|shape| shape.trim_end_matches(',').parse::<usize>());
+    let Some(Ok(tokens)) = shape else {
+        return Err(wrong("only arrays of one dimension are read"));
+    };
+    let bytes = (tokens as u64).saturating_mul(width(dtype) as u64);
+    check_length(file, bytes.saturating_add(start as u64))?;
+    Ok(Some(Layout::of(start, dtype, tokens)))
 }
 
 /// Bytes before the first token.
@@ -256,12 +351,7 @@ fn llm_c_layout(file: &DataFile) -> Result<Option<Layout>, DataError> {
     }
     let tokens = usize::try_from(count).map_err(|_| wrong(format!("it promises {count} tokens")))?;
     check_length(file, (LLM_C_HEADER_BYTES + tokens * width(dtype)) as u64)?;
-    Ok(Some(Layout {
-        start: LLM_C_HEADER_BYTES,
-        dtype,
-        tokens,
-        facts: TokenFacts::default(),
-    }))
+    Ok(Some(Layout::of(LLM_C_HEADER_BYTES, dtype, tokens)))
 }
 
 /// Bytes of all that is before the first token in a file that we write. Fixed, since how many tokens there are is

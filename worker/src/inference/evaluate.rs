@@ -1,5 +1,7 @@
 //! The mean loss of a text, block by block as in training's validation: the same text gives the same number.
 
+use ddp_proto::words::counted;
+
 use super::loaded::{InferenceError, LoadedModel};
 use crate::data::{Tokens, fill_batch};
 use crate::device::{ArenaSpec, DType};
@@ -35,9 +37,9 @@ impl LoadedModel {
         let blocks = blocks.min(tokens.blocks(block_size));
         if blocks == 0 {
             return Err(InferenceError::Refused(format!(
-                "`{}` has {} tokens, a sample of this model needs {}\n  hint: give a longer text with `--data`",
+                "`{}` has {}, a sample of this model needs {}\n  hint: give a longer text with `--data`",
                 tokens.path().display(),
-                tokens.len(),
+                counted(tokens.len() as u64, "token"),
                 block_size + 1
             )));
         }
@@ -56,7 +58,8 @@ impl LoadedModel {
         for first in (0..blocks).step_by(rows) {
             let batch = first..blocks.min(first + rows as u64);
             let read = (batch.end - first) as usize * block_size;
-            fill_batch(tokens, batch, block_size, (&mut inputs, &mut targets))?;
+            let starts = batch.map(|block| block * block_size as u64);
+            fill_batch(tokens, starts, block_size, (&mut inputs, &mut targets))?;
             self.check_known(&inputs[..read])?;
             self.check_known(&targets[..read])?;
             self.device

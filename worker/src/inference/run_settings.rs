@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use super::InferenceError;
 use crate::checkpoint::{Reader, State, TOKENIZER_FILE};
-use crate::config::{self, Paths, Precision, Tokenizer};
+use crate::config::{self, Paths, Precision, TokenDtype, Tokenizer};
 use crate::data::{DataError, Dataset, Tokens, Vocabulary};
 
 /// The settings of a run in its checkpoint.
@@ -87,13 +87,19 @@ impl<'a> RunSettings<'a> {
             ))
         })?;
         if let Some(val) = &data.val {
-            let tokens = open_tokens(val, tokenizer).map_err(|error| refused(error.to_string()))?;
+            let tokens =
+                open_tokens(val, tokenizer, data.dtype).map_err(|error| refused(error.to_string()))?;
             check_unchanged(&tokens, self.0.val_data.as_ref(), "validated")?;
             return Ok(tokens);
         }
         let dataset = Dataset::open(&data, block_size).map_err(|error| refused(error.to_string()))?;
         check_unchanged(&dataset.train, Some(&self.0.data), "was trained")?;
         Ok(dataset.val)
+    }
+
+    /// The type of the numbers in its token files without a header.
+    pub fn dtype(self) -> Option<TokenDtype> {
+        serde_json::from_value(self.value("/data/dtype")?.clone()).ok()
     }
 
     /// True if the run validated on a held-out part of its training data.
@@ -119,6 +125,10 @@ fn check_unchanged(tokens: &Tokens, recorded: Option<&String>, what: &str) -> Re
 }
 
 /// All tokens of these files: texts with [`Tokenizer::Bytes`], token files with others.
-pub fn open_tokens(paths: &Paths, tokenizer: &Tokenizer) -> Result<Tokens, DataError> {
-    Tokens::open(paths, tokenizer, &Arc::new(Vocabulary::of(tokenizer)?))
+pub fn open_tokens(
+    paths: &Paths,
+    tokenizer: &Tokenizer,
+    dtype: Option<TokenDtype>,
+) -> Result<Tokens, DataError> {
+    Tokens::open(paths, tokenizer, dtype, &Arc::new(Vocabulary::of(tokenizer)?))
 }

@@ -77,6 +77,19 @@ impl RunDir {
         run.out_dir.clone().unwrap_or_else(default)
     }
 
+    /// The run that a job without an id of its own continues, if `run` resumes and names no folder: of all runs of that
+    /// name, the one that saved a checkpoint last. A checkpoint that cannot be read counts: the job then fails with the reason.
+    pub fn newest(run: &Run) -> Option<PathBuf> {
+        let asks = run.resume != Resume::Never && run.out_dir.is_none();
+        let runs = fs::read_dir(Self::resolve(run, "")).ok().filter(|_| asks)?;
+        let saved = runs.filter_map(|entry| {
+            let dir = entry.ok()?.path();
+            let time = fs::metadata(dir.join("checkpoints")).ok()?.modified().ok()?;
+            (!matches!(checkpoint::step_to_go_on_from(&dir), Ok(None))).then_some((time, dir))
+        });
+        saved.max().map(|(_, dir)| dir)
+    }
+
     /// True if the first life of a job would begin at step 0 in its folder, or be refused. Touches nothing.
     pub fn begins(run: &Run, run_id: &str) -> bool {
         let found = checkpoint::step_to_go_on_from(&Self::resolve(run, run_id));

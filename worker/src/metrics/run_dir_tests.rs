@@ -152,7 +152,7 @@ fn a_folder_that_holds_a_run_is_refused_unless_told() {
     run.resume = Resume::Require;
     insta::assert_snapshot!(error(&run, folder.path()), @r"
     `run.resume` is `require`, but `DIR` holds no checkpoint
-      hint: set `run.resume: auto` to start a new run if there is no checkpoint
+      hint: set `run.out_dir` to the directory of the run to continue, or `run.resume: auto` to start a new one
     ");
     run.resume = Resume::Auto;
     assert_eq!(open(&run).unwrap().1, None);

@@ -30,7 +30,7 @@ pub enum RunFilesError {
     Refused(String),
     /// `run.resume: require`, but there is nothing to resume.
     #[error(
-        "`run.resume` is `require`, but `{}` holds no checkpoint\n  hint: set `run.resume: auto` to start a new run if there is no checkpoint",
+        "`run.resume` is `require`, but `{}` holds no checkpoint\n  hint: set `run.out_dir` to the directory of the run to continue, or `run.resume: auto` to start a new one",
         .0.display()
     )]
     NothingToResume(PathBuf),

@@ -538,6 +538,9 @@ mod tests {
             }),
             ..config(ModelKind::Llama)
         });
-        assert_eq!(rotary.key, "model.rope_scaling");
+        insta::assert_snapshot!(rotary, @r"
+        `model.rope_scaling` is `{ factor: 8.0, low_freq_factor: 4.0, high_freq_factor: 4.0, original_positions: 8 }`
+          hint: all numbers must be above 0, and `low_freq_factor` below `high_freq_factor`
+        ");
     }
 }

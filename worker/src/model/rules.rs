@@ -55,7 +55,7 @@ fn rotary(model: &Model) -> Option<Problem> {
         }
         Some(scaling) if !scaling.is_valid() => (
             "model.rope_scaling",
-            format!("`model.rope_scaling` is {scaling:?}"),
+            format!("`model.rope_scaling` is `{scaling}`"),
         ),
         _ => return None,
     };

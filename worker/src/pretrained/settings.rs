@@ -186,7 +186,11 @@ pub(super) fn compare(there: &Model, here: &Model, misfit: &mut Misfit) {
         ),
         (
             "rope_scaling",
-            [there, here].map(|model| yaml(model.rope_scaling)),
+            [there, here].map(|model| {
+                model
+                    .rope_scaling
+                    .map_or("null".to_owned(), |all| all.to_string())
+            }),
         ),
     ] {
         if there != here {
@@ -194,13 +198,4 @@ pub(super) fn compare(there: &Model, here: &Model, misfit: &mut Misfit) {
             misfit.write(key, there);
         }
     }
-}
-
-fn yaml(scaling: Option<RopeScaling>) -> String {
-    scaling.map_or("null".to_owned(), |scaling| {
-        format!(
-            "{{ factor: {:?}, low_freq_factor: {:?}, high_freq_factor: {:?}, original_positions: {} }}",
-            scaling.factor, scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_positions
-        )
-    })
 }

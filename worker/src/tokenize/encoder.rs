@@ -7,10 +7,8 @@ use super::TokenizeError;
 use crate::config::Tokenizer;
 use crate::data::{DataError, Vocabulary, read_tokenizer};
 
-/// What most vocabularies call the token between documents.
-pub const END_OF_TEXT: &str = "<|endoftext|>";
-/// What Llama's vocabularies call it, and SentencePiece's.
-const OTHER_ENDS_OF_TEXT: [&str; 2] = ["<|end_of_text|>", "</s>"];
+/// What vocabularies call the token between documents: most, Llama's, and SentencePiece's.
+pub const ENDS_OF_TEXT: [&str; 3] = ["<|endoftext|>", "<|end_of_text|>", "</s>"];
 /// Its number in GPT-2's.
 const GPT2_END_OF_TEXT: u32 = 50_256;
 /// What the library calls GPT-2's vocabulary.
@@ -21,7 +19,7 @@ pub struct Encoder {
     pub(super) library: TokenizerLibrary,
     /// The vocabulary of its tokens.
     pub vocabulary: Vocabulary,
-    /// The token before each document, if the vocabulary has one.
+    /// The token before each document, by which a model ends a text, if the vocabulary has one.
     pub end_of_text: Option<u32>,
 }
 
@@ -34,7 +32,7 @@ pub(super) enum TokenizerLibrary {
 
 impl Encoder {
     /// The encoder of a tokenizer. `end_of_text` is the separator that was asked for, which must exist; without one
-    /// [`END_OF_TEXT`] is taken where the vocabulary has it.
+    /// the first of [`ENDS_OF_TEXT`] is taken that the vocabulary has.
     pub fn new(tokenizer: &Tokenizer, end_of_text: Option<&str>) -> Result<Self, TokenizeError> {
         let vocabulary = Vocabulary::of(tokenizer)?;
         let library = match tokenizer {
@@ -46,10 +44,10 @@ impl Encoder {
         };
         let number = |token: &str| match &library {
             TokenizerLibrary::Bytes => None,
-            TokenizerLibrary::Gpt2(_) => (token == END_OF_TEXT).then_some(GPT2_END_OF_TEXT),
+            TokenizerLibrary::Gpt2(_) => (token == ENDS_OF_TEXT[0]).then_some(GPT2_END_OF_TEXT),
             TokenizerLibrary::File(tokenizer) => tokenizer.token_to_id(token),
         };
-        let separator = number(end_of_text.unwrap_or(END_OF_TEXT));
+        let separator = end_of_text.map_or_else(|| ENDS_OF_TEXT.into_iter().find_map(number), number);
         if let (Some(token), None) = (end_of_text, separator) {
             let name = vocabulary.name;
             return Err(TokenizeError::Refused(format!(
@@ -62,17 +60,6 @@ impl Encoder {
             vocabulary,
             end_of_text: separator,
         })
-    }
-
-    /// The token by which a model ends a text: the one that separates documents. Where the vocabulary has none of that name
-    /// and the tokens were made elsewhere, what Llama's call it.
-    pub fn ends_text(&self) -> Option<u32> {
-        let TokenizerLibrary::File(tokenizer) = &self.library else {
-            return self.end_of_text;
-        };
-        let mut others = OTHER_ENDS_OF_TEXT.iter();
-        let other = || others.find_map(|token| tokenizer.token_to_id(token));
-        self.end_of_text.or_else(other)
     }
 
     /// True if a text may be cut at a [border](super::source::last_border). Of a file's tokenizer nothing is known: it

@@ -20,7 +20,7 @@ mod source;
 mod tests;
 
 pub use decoder::Decoder;
-pub use encoder::{END_OF_TEXT, Encoder};
+pub use encoder::{ENDS_OF_TEXT, Encoder};
 pub use run::{Progress, Report, Request, tokenize};
 
 pub use crate::config::Tokenizer;

@@ -14,7 +14,7 @@ use safetensors::tensor::Dtype;
 use super::encoder::Encoder;
 use super::source::{InputKind, InputReader, MAX_THREADS, Piece, line_ends, text_of};
 use super::{TokenizeError, Tokenizer};
-use crate::data::token_file::{HEADER_BYTES, dtype_of_vocabulary, header, width};
+use crate::data::token_file::{BYTE_ORDER_MARK, HEADER_BYTES, dtype_of_vocabulary, header, width};
 use crate::data::{DataError, TokenFacts};
 
 /// Bytes that are written at once.
@@ -25,10 +25,12 @@ const BUFFER_BYTES: usize = 1 << 20;
 pub struct Request<'a> {
     /// Makes the tokens.
     pub tokenizer: &'a Tokenizer,
-    /// Name of the token before each document; without one [`END_OF_TEXT`](super::END_OF_TEXT), where there is one.
+    /// Name of the token before each document; without one the first of [`ENDS_OF_TEXT`](super::ENDS_OF_TEXT) that there is.
     pub end_of_text: Option<&'a str>,
     /// Name of the field with the text, in lines of JSON.
     pub key: &'a str,
+    /// Leave out lines that hold no document, and count them.
+    pub skip_invalid: bool,
     /// Texts, and files of JSON lines, which end in `.jsonl`.
     pub inputs: &'a [PathBuf],
     /// The token file to make.
@@ -62,6 +64,10 @@ pub struct Report {
     pub tokens: u64,
     /// Bytes of the documents, in UTF-8.
     pub text_bytes: u64,
+    /// Lines that were left out.
+    pub skipped: u64,
+    /// What is wrong with the first of them.
+    pub first_skipped: Option<String>,
     /// False if nothing separates the documents, because the vocabulary has no such token.
     pub has_separator: bool,
 }
@@ -73,6 +79,8 @@ struct Encoded {
     tokens: Vec<u8>,
     documents: u64,
     text_bytes: u64,
+    skipped: u64,
+    first_skipped: Option<String>,
 }
 
 /// Makes a token file of texts. It appears when it is whole; after an error the output is as it was before. The same
@@ -96,12 +104,12 @@ pub fn tokenize(
     let threads = threads.map_or(1, NonZeroUsize::get).min(MAX_THREADS);
     let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
     let pool = pool.map_err(|e| TokenizeError::Threads(e.to_string()))?;
-    pool.install(|| run(&encoder, request.key, source, output, progress))
+    pool.install(|| run(&encoder, request, source, output, progress))
 }
 
 fn run(
     encoder: &Encoder,
-    key: &str,
+    request: &Request<'_>,
     mut source: InputReader<'_>,
     mut output: Output,
     progress: &mut (dyn FnMut(Progress) + Send),
@@ -111,6 +119,8 @@ fn run(
         documents: 0,
         tokens: 0,
         text_bytes: 0,
+        skipped: 0,
+        first_skipped: None,
         has_separator: encoder.end_of_text.is_some(),
     };
     let mut batch = source.next_batch()?;
@@ -118,7 +128,9 @@ fn run(
         let bytes = source.read;
         let encode = || -> Vec<_> {
             let pieces = batch.par_iter();
-            pieces.map(|piece| encode(encoder, key, dtype, piece)).collect()
+            pieces
+                .map(|piece| encode(encoder, request, dtype, piece))
+                .collect()
         };
         let (encoded, next) = rayon::join(encode, || source.next_batch());
         // In order, so that the first of several errors is returned.
@@ -127,6 +139,8 @@ fn run(
             output.write(&piece.tokens)?;
             report.documents += piece.documents;
             report.text_bytes += piece.text_bytes;
+            report.skipped += piece.skipped;
+            report.first_skipped = report.first_skipped.or(piece.first_skipped);
             report.tokens += (piece.tokens.len() / width(dtype)) as u64;
         }
         progress(Progress {
@@ -137,8 +151,8 @@ fn run(
         batch = next?;
     }
     if report.tokens == 0 {
-        let why = "the inputs contain no text, so there are no tokens";
-        return Err(TokenizeError::Refused(why.to_owned()));
+        let why = "the inputs contain no text, so there are no tokens".to_owned();
+        return Err(TokenizeError::Refused(report.first_skipped.unwrap_or(why)));
     }
     let facts = TokenFacts {
         tokenizer: Some(encoder.vocabulary.name.clone()),
@@ -151,8 +165,14 @@ fn run(
     Ok(report)
 }
 
-fn encode(encoder: &Encoder, key: &str, dtype: Dtype, piece: &Piece) -> Result<Encoded, TokenizeError> {
+fn encode(
+    encoder: &Encoder,
+    request: &Request<'_>,
+    dtype: Dtype,
+    piece: &Piece,
+) -> Result<Encoded, TokenizeError> {
     let mut encoded = Encoded::default();
+    let (mut skipped, mut first_skipped) = (0, None);
     let mut tokens = Vec::new();
     let mut document = |text: &str, begins: bool, line: u64| {
         if begins {
@@ -167,18 +187,34 @@ fn encode(encoder: &Encoder, key: &str, dtype: Dtype, piece: &Piece) -> Result<E
         })
     };
     match piece.kind {
-        InputKind::Text => document(utf8(piece, &piece.bytes, piece.line)?, piece.is_first, piece.line)?,
+        InputKind::Text => {
+            let mark = piece
+                .bytes
+                .strip_prefix(BYTE_ORDER_MARK)
+                .filter(|_| piece.is_first);
+            let text = utf8(piece, mark.unwrap_or(&piece.bytes), piece.line)?;
+            document(text, piece.is_first, piece.line)?;
+        }
         InputKind::Lines => {
             for (line, bytes) in (piece.line..).zip(piece.bytes.split(|byte| *byte == b'\n')) {
                 if bytes.trim_ascii().is_empty() {
                     continue;
                 }
-                let text = text_of(utf8(piece, bytes, line)?, key);
-                let text = text.map_err(|problem| TokenizeError::input(&piece.path, line, &problem))?;
-                document(&text, true, line)?;
+                let text = utf8(piece, bytes, line).and_then(|text| {
+                    let text = text_of(text, request.key);
+                    text.map_err(|problem| TokenizeError::input(&piece.path, line, &problem))
+                });
+                match text {
+                    Err(error) if request.skip_invalid => {
+                        skipped += 1;
+                        first_skipped.get_or_insert_with(|| error.to_string());
+                    }
+                    text => document(&text?, true, line)?,
+                }
             }
         }
     }
+    (encoded.skipped, encoded.first_skipped) = (skipped, first_skipped);
     encoded.tokens = store(&tokens, dtype, encoder.vocabulary.size);
     Ok(encoded)
 }

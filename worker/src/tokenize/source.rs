@@ -11,7 +11,7 @@ use std::fs::File;
 use std::io::Read as _;
 use std::path::{Path, PathBuf};
 
-use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, Visitor};
+use serde::de::{Deserialize, DeserializeSeed, Deserializer, IgnoredAny, MapAccess, Visitor};
 
 use super::TokenizeError;
 use crate::data::{DataError, open_regular};
@@ -232,9 +232,29 @@ fn ends_with_black(bytes: &[u8]) -> bool {
     last.is_some_and(|character| !character.trim().is_empty())
 }
 
-/// The string at `key` of the object that `line` is; all else in it is checked to be JSON, and passed over. Of two fields
-/// of that name the last one counts, as in most programs.
+/// The string at `key` of the object that `line` is; all else in it is checked to be JSON, or what Python writes for it, and
+/// passed over. Of two fields of that name the last one counts, as in most programs.
 pub(super) fn text_of(line: &str, key: &str) -> Result<String, String> {
+    let line = line.trim_start_matches('\u{feff}');
+    text_of_json(line, key).or_else(|error| text_of_json(&with_finite_numbers(line), key).map_err(|_| error))
+}
+
+/// Python writes `NaN` and `Infinity`, which JSON does not have. They become numbers of the same length.
+fn with_finite_numbers(line: &str) -> String {
+    let mut is_text = false;
+    let parts = line.split('"').map(|part| {
+        let escapes = part.bytes().rev().take_while(|byte| *byte == b'\\').count();
+        let was_text = is_text;
+        is_text = !is_text || escapes % 2 == 1;
+        if was_text {
+            return part.to_owned();
+        }
+        part.replace("NaN", "0.0").replace("Infinity", "0.000000")
+    });
+    parts.collect::<Vec<_>>().join("\"")
+}
+
+fn text_of_json(line: &str, key: &str) -> Result<String, String> {
     let mut json = serde_json::Deserializer::from_str(line);
     let found = Field(key).deserialize(&mut json);
     match found.and_then(|text| json.end().map(|()| text)) {
@@ -277,12 +297,41 @@ impl<'de> Visitor<'de> for Field<'_> {
         let mut text = None;
         while let Some(name) = fields.next_key::<String>()? {
             if name == self.0 {
-                text = Some(fields.next_value::<String>()?);
+                text = Some(fields.next_value::<Text>()?.0);
             } else {
                 fields.next_value::<IgnoredAny>()?;
             }
         }
         Ok(text)
+    }
+}
+
+/// A string, in which half of a surrogate pair, as Python writes one, becomes U+FFFD.
+struct Text(String);
+
+impl<'de> Deserialize<'de> for Text {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_bytes(TextVisitor)
+    }
+}
+
+struct TextVisitor;
+
+impl Visitor<'_> for TextVisitor {
+    type Value = Text;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a string")
+    }
+
+    fn visit_bytes<E>(self, bytes: &[u8]) -> Result<Text, E> {
+        let mut text = String::new();
+        for chunk in bytes.utf8_chunks() {
+            text.push_str(chunk.valid());
+            // The first of the three bytes of a surrogate.
+            text.extend((chunk.invalid() == [0xed]).then_some(char::REPLACEMENT_CHARACTER));
+        }
+        Ok(Text(text))
     }
 }
 

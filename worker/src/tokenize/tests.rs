@@ -51,6 +51,7 @@ impl Bench {
             tokenizer,
             end_of_text: None,
             key: "text",
+            skip_invalid: false,
             inputs,
             output: &out,
             overwrite: false,
@@ -73,7 +74,7 @@ impl Bench {
     /// The tokens that were written, and the bytes to each.
     fn tokens(&self, tokenizer: &Tokenizer) -> (Vec<i32>, f64) {
         let vocabulary = Arc::new(Vocabulary::of(tokenizer).unwrap());
-        let tokens = Tokens::open(&self.out().into(), tokenizer, &vocabulary).unwrap();
+        let tokens = Tokens::open(&self.out().into(), tokenizer, None, &vocabulary).unwrap();
         let mut out = vec![0; tokens.len()];
         tokens.read(0, &mut out).unwrap();
         (out, tokens.bytes_per_token().unwrap())
@@ -93,6 +94,8 @@ fn documents_come_behind_the_end_of_text() {
         documents: 4,
         tokens: 8,
         text_bytes: 22,
+        skipped: 0,
+        first_skipped: None,
         has_separator: true,
     };
     assert_eq!(report, expected);
@@ -138,7 +141,7 @@ fn a_tokenizer_of_a_file_encodes_whole_documents() {
         bench.write("b.txt", "four"),
     ];
     let report = bench.run(&tokenizer, &inputs).unwrap();
-    assert!(!report.has_separator, "there is no `<|endoftext|>`");
+    assert!(!report.has_separator, "it has none of the usual names");
     // Neither shortened to two tokens, nor with a document's end in the middle of one.
     assert_eq!(bench.tokens(&tokenizer).0, [1, 2, 3, 4, 5, 6, 0]);
     let edit = |request: &mut Request<'_>| {
@@ -157,6 +160,73 @@ fn a_tokenizer_of_a_file_encodes_whole_documents() {
     `--end-of-text </s>`: `words.json` has no such token
       hint: most tokenizers list it in `added_tokens`; `words.json` is searched for exactly this token
     ");
+}
+
+#[test]
+fn what_windows_and_python_write_is_read() {
+    let bench = Bench::new();
+    let lines = [
+        "\u{feff}{\"text\": \"one\"}",
+        r#"{"score": NaN, "low": -Infinity, "title": "a \"NaN\" \\", "text": "two"}"#,
+        r#"{"title": "\udc00", "text": "\ud83d three"}"#,
+    ];
+    let tokenizer = Tokenizer::File(bench.write("words.json", WORDS));
+    let inputs = [
+        bench.write("a.jsonl", lines.join("\n")),
+        bench.write("b.txt", "\u{feff}one"),
+    ];
+    let report = bench.run(&tokenizer, &inputs).unwrap();
+    assert_eq!(
+        bench.tokens(&tokenizer).0,
+        [1, 2, 0, 3, 1],
+        "the lone half is an unknown word"
+    );
+    assert_eq!((report.documents, report.skipped), (4, 0));
+    std::fs::remove_file(bench.out()).unwrap();
+    let refused = bench.refusal(&tokenizer, &[bench.write("c.jsonl", r#"{"text": NaN}"#)]);
+    assert!(
+        refused.ends_with("not a document: expected value at column 10"),
+        "{refused}"
+    );
+}
+
+/// One bad line of a million ended the whole conversion.
+#[test]
+fn lines_without_a_document_can_be_left_out_and_are_counted() {
+    let bench = Bench::new();
+    let tokenizer = Tokenizer::File(bench.write("words.json", WORDS));
+    let content = b"{\"text\": \"one\"}\n{\"text\": null}\n{\"text\": \"\xff\"}\n{\"txt\": \"x\"}\n{\"text\": \"two\"}\n{";
+    let inputs = [bench.write("a.jsonl", content)];
+    let skip = |request: &mut Request<'_>| request.skip_invalid = true;
+    let report = bench.run_with(&tokenizer, &inputs, skip).unwrap();
+    assert_eq!(bench.tokens(&tokenizer).0, [1, 2]);
+    assert_eq!((report.documents, report.skipped), (2, 4));
+    let first = report.first_skipped.unwrap();
+    assert!(
+        first.contains("a.jsonl`, line 2: not a document: invalid type: null, expected a string"),
+        "{first}"
+    );
+    let inputs = [bench.write("b.jsonl", "[]")];
+    let none = bench.run_with(&tokenizer, &inputs, |request| {
+        (request.skip_invalid, request.overwrite) = (true, true);
+    });
+    let none = none.unwrap_err().to_string();
+    assert!(none.contains("b.jsonl`, line 1: not a document"), "{none}");
+}
+
+/// `generate` ended a text at a token that `tokenize` had not put between texts.
+#[test]
+fn documents_come_behind_the_token_that_ends_a_text() {
+    let bench = Bench::new();
+    for name in ["<|end_of_text|>", "</s>"] {
+        let tokenizer = Tokenizer::File(bench.write("words.json", WORDS.replace("<s>", name)));
+        let edit = |request: &mut Request<'_>| request.overwrite = true;
+        let report = bench
+            .run_with(&tokenizer, &[bench.write("a.txt", "one")], edit)
+            .unwrap();
+        assert!(report.has_separator);
+        assert_eq!(bench.tokens(&tokenizer).0, [7, 1], "{name}");
+    }
 }
 
 #[test]
@@ -277,6 +347,7 @@ fn threads_that_would_have_nothing_to_do_are_not_started() {
         tokenizer: &Tokenizer::Gpt2,
         end_of_text: None,
         key: "text",
+        skip_invalid: false,
         inputs: &inputs,
         output: &out,
         overwrite: false,

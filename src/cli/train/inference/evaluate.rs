@@ -57,7 +57,7 @@ fn evaluate(args: &EvalArgs) -> Result<String, InferenceError> {
     let data = if is_validation {
         run.validation(&tokenizer, block_size)?
     } else {
-        open_tokens(&Paths::Several(args.data.clone()), &tokenizer).map_err(named_data)?
+        open_tokens(&Paths::Several(args.data.clone()), &tokenizer, run.dtype()).map_err(named_data)?
     };
     let is_held_out = is_validation && run.holds_out();
     let blocks = args

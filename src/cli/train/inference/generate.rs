@@ -110,7 +110,7 @@ fn generate(args: &GenerateArgs, write: &mut dyn FnMut(&str) -> bool) -> Result<
             seed,
         },
         vocabulary: encoder.vocabulary.size,
-        end_of_text: encoder.ends_text(),
+        end_of_text: encoder.end_of_text,
     };
     let mut text = String::new();
     let mut is_read = true;

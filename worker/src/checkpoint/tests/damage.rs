@@ -39,6 +39,20 @@ fn damage_is_named() {
 
     fs::remove_file(&part).unwrap();
     insta::assert_snapshot!(open_error(folder.path()), @"checkpoint file `OUT/checkpoints/step_00000020/part-0.safetensors` is missing");
+    // The hint that all other damage has.
+    fs::create_dir(&part).unwrap();
+    let error = Reader::open(folder.path(), Which::Latest)
+        .err()
+        .unwrap()
+        .to_string();
+    assert!(
+        error.contains("part-0.safetensors` is damaged: not a regular file\n  hint: restore"),
+        "{error}"
+    );
+    fs::remove_dir(&part).unwrap();
+    nix::unistd::mkfifo(&part, nix::sys::stat::Mode::S_IRWXU).unwrap();
+    assert!(open_error(folder.path()).contains("part-0.safetensors` is damaged: not a regular file"));
+    fs::remove_file(&part).unwrap();
     fs::write(&part, &good).unwrap();
 
     let manifest = path.join("manifest.json");

@@ -182,6 +182,7 @@ mod tests {
                 train: PathBuf::from("text").into(),
                 val: None,
                 tokenizer: config::Tokenizer::Bytes,
+                dtype: None,
                 order: config::Order::Shuffled,
                 last_batch: config::LastBatch::Wrap,
             },

@@ -1,6 +1,7 @@
 //! Validation: every rank computes the loss of its share of the held-out text, and all get the exact mean.
 
 use std::ops::Range;
+use std::time::Instant;
 
 use crate::data::{Tokens, eval_blocks, fill_batch};
 use crate::mesh::DATA;
@@ -10,9 +11,13 @@ use crate::session::Session;
 use crate::train::TrainError;
 use crate::train::rank_table::RankTable;
 use crate::train::replica::{MicroBatch, Replica};
+use crate::train::reporting::say;
 use crate::train::row_state::RowPurpose;
 use crate::train::run_row::{EnqueuedAction, NoGradients, RowCaller, run_row};
 use crate::train::world::World;
+
+/// Time between two lines about a validation that takes long.
+const PROGRESS_INTERVAL_S: u64 = 10;
 
 /// Mean loss over all positions of all blocks of the held-out text. Shares may be uneven: every position weighs the same.
 /// Every rank must call it.
@@ -47,11 +52,17 @@ pub(super) fn mean_loss(
         hooks: NoHooks,
         grads: NoGradients,
     };
+    let (started, mut shown) = (Instant::now(), 0);
     while row.done < needed {
         // As many as a step has: so the memory of activations suffices.
         let count = (needed - row.done).min(replica.plan.micro_batches() as u64);
         run_row(replica, RowPurpose::Evaluation, count as usize, &mut row)?;
         row.done += count;
+        let due = started.elapsed().as_secs() / PROGRESS_INTERVAL_S;
+        if world.rank() == 0 && due > shown && row.done < needed {
+            shown = due;
+            say(&format!("validation: {} of {needed} micro-batches", row.done));
+        }
     }
     let shares = rank_table.gather("validation loss", [row.total, row.positions as f64])?;
     let sum = |column: usize| shares.iter().map(|share| share[column]).sum::<f64>();
@@ -97,7 +108,8 @@ impl RowCaller for EvaluationRow<'_> {
 
     fn read(&mut self, _replica: &Replica, action: Action, batch: &mut MicroBatch) -> Result<(), TrainError> {
         let rows = (&mut batch.inputs[..], &mut batch.targets[..]);
-        fill_batch(self.tokens, self.blocks(action), self.block_size, rows)?;
+        let starts = self.blocks(action).map(|block| block * self.block_size as u64);
+        fill_batch(self.tokens, starts, self.block_size, rows)?;
         Ok(())
     }
 

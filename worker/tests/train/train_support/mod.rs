@@ -67,6 +67,7 @@ impl Job {
             train: train.into(),
             val: None,
             tokenizer: config::Tokenizer::Bytes,
+            dtype: None,
             order: Order::Shuffled,
             last_batch: config::LastBatch::Wrap,
         };
