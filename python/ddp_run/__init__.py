@@ -300,7 +300,7 @@ def _threads() -> str:
         if thread != threading.get_ident():
             stack = traceback.extract_stack(frames[thread])
             text.append(f"thread {names.get(thread, thread)}")
-            text += [f"  {frame.name} at {frame.filename}:{frame.lineno}" for frame in reversed(stack)]
+            text += [f"  {frame.name} at {frame.filename}:{frame.lineno}: {frame.line}" for frame in reversed(stack)]
     return "\n".join(text) + "\n"
 
 

@@ -286,11 +286,14 @@ pub fn boolean(text: &str) -> Result<bool, String> {
     }
 }
 
-/// A time in seconds, fractions allowed.
+/// A time in seconds, or with a unit; fractions allowed.
 pub fn seconds(text: &str) -> Result<Duration, String> {
-    match text.parse::<f64>() {
+    let units = [("ms", 1e-3), ("s", 1.0), ("m", 60.0), ("h", 3600.0)];
+    let with_unit = |(unit, seconds)| Some((text.strip_suffix(unit)?, seconds));
+    let (number, unit) = units.into_iter().find_map(with_unit).unwrap_or((text, 1.0));
+    match number.parse::<f64>().map(|number| number * unit) {
         Ok(s) if (0.0..=MAX_TIMEOUT_S).contains(&s) => Ok(Duration::from_secs_f64(s)),
-        _ => Err("expected seconds from 0, for example `30` or `0.5`".to_owned()),
+        _ => Err("expected seconds from 0, for example `30` or `0.5`, or a time like `5m`".to_owned()),
     }
 }
 
@@ -410,7 +413,11 @@ mod tests {
     #[test]
     fn times_ids_and_addresses() {
         assert_eq!(seconds("0.5"), Ok(Duration::from_millis(500)));
-        for bad in ["-1", "NaN", "inf", "", "1e30", "5s"] {
+        assert_eq!(
+            ["5m", "1.5h", "30s", "250ms"].map(seconds),
+            [300_000, 5_400_000, 30_000, 250].map(|ms| Ok(Duration::from_millis(ms)))
+        );
+        for bad in ["-1", "NaN", "inf", "", "1e30", "m", "5 m", "5d", "721h"] {
             assert!(seconds(bad).is_err(), "`{bad}` was taken");
         }
         assert!(job_id("job-1").is_ok());

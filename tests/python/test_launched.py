@@ -143,7 +143,7 @@ class UnderDdpRun(unittest.TestCase):
         self.assertTrue(launched.matches("hung.*phase training, step 4"), launched.transcript())
         # Whichever rank was found first: all of them are asked.
         stacks = (logs / "attempt_0/0/hang.txt").read_text()
-        self.assertRegex(stacks, r"thread MainThread\n(  .*\n)+  a_lock_that_nobody_releases at .*script.py:5\n")
+        self.assertRegex(stacks, r"thread MainThread\n(  .*\n)+  a_lock_that_nobody_releases at .*script.py:5: .*\n")
 
     def test_a_script_that_has_trained_is_not_watched(self):
         launched = self.launch(EVALUATES, "--hang-timeout", 1)

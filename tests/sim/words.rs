@@ -53,6 +53,7 @@ impl Words {
             Reply::GenerationOver(over) => self.generation_over(to, message.generation, over),
             Reply::JobOver(over) => self.job_over(to, over),
             Reply::Refused(refused) => assert!(!refused.reason.is_empty()),
+            Reply::HangVerdict(_) => {}
             Reply::Heard(heard) => assert!(heard.sent_ms > 0),
             Reply::Waiting(waiting) => {
                 assert!(!waiting.reason.is_empty());

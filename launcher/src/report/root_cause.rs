@@ -265,6 +265,7 @@ mod tests {
             ],
             more_failures: 4,
             more_victims: 2,
+            ..Failures::default()
         };
         let directory = tempfile::tempdir().unwrap();
         let all = ReportFacts { failures, ..facts() };

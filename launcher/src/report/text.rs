@@ -2,14 +2,16 @@
 //!
 //! Everything here is words; the facts come from the daemon and from the agent.
 
+use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use std::path::Path;
 
 use ddp_proto::ids::GlobalRank;
 use ddp_proto::rendezvous::WorkerExit;
+use ddp_proto::words::numbered;
 
 use crate::agent::ExitReason;
-use crate::report::facts::{ReportFacts, indented, seconds};
+use crate::report::facts::{LocalEnd, ReportFacts, indented, seconds};
 use crate::report::failures::{earlier, elsewhere};
 use crate::report::local_ends::others;
 use crate::supervise::ending::{Ending, signal_name};
@@ -57,7 +59,24 @@ fn job_failed(facts: &ReportFacts, no_restart: &str, failure: &WorkerExit, host:
     describe_failure(&mut text, facts, failure, host);
     let first_here = (host == facts.hostname).then_some(GlobalRank(failure.rank));
     others(&mut text, facts, first_here);
+    early(&mut text, facts);
     text
+}
+
+/// Adds the ranks that ended with 0 before the first failure.
+fn early(text: &mut String, facts: &ReportFacts) {
+    let is_early = |end: &&LocalEnd| end.ending.is_success() && end.after.is_none();
+    let here = facts.local_ends.iter().filter(is_early).map(|end| end.rank.0);
+    let ranks: BTreeSet<u32> = here
+        .chain(facts.failures.succeeded_ranks.iter().copied())
+        .collect();
+    if !ranks.is_empty() {
+        let ranks = numbered("rank", &Vec::from_iter(ranks));
+        let _ = write!(
+            text,
+            "\n  {ranks}: exited with code 0 before; ranks that wait for such a rank fail or hang"
+        );
+    }
 }
 
 fn after_error(facts: &ReportFacts, error: &str) -> String {

@@ -466,6 +466,7 @@ fn text_of_node_b(in_list: u32, more_failures: u32) -> String {
         failures: (0..in_list).map(alike).collect(),
         more_failures,
         more_victims: 7,
+        ..Failures::default()
     };
     let first = job_over("", failure(0, Ending::Code(1)), "b");
     text_of_many(&first, &[], None, &failures)
@@ -527,5 +528,30 @@ fn a_lost_node_that_ended_the_job_is_told_once_and_others_are_its_consequences()
       rank 0: exited with code 1 as a consequence
       rank 4 (node `c`): exited with code 1 (0.5 s later)
       rank 5 (node `c`): exited with code 1 as a consequence
+    ");
+}
+
+/// The ranks that failed only lost their connection to a rank that had ended.
+#[test]
+fn ranks_that_ended_with_0_before_the_others_failed_are_named() {
+    let early = LocalEnd {
+        after: None,
+        ..end(1, Ending::Code(0), None, 0)
+    };
+    let ends = [
+        end(0, Ending::Code(1), None, 0),
+        early,
+        end(2, Ending::Code(0), None, 40),
+    ];
+    let failures = Failures {
+        succeeded_ranks: vec![4, 5],
+        ..Failures::default()
+    };
+    let exit_reason = job_over("", failure(0, Ending::Code(1)), "a");
+    insta::assert_snapshot!(text_of_many(&exit_reason, &ends, None, &failures), @r"
+    error: `train.yaml` failed
+      first failure: rank 0 (node `a`, pid 4711) exited with code 1 after 12.3 s at 22:13:20 UTC
+        no output on stderr
+      ranks 1, 4, 5: exited with code 0 before; ranks that wait for such a rank fail or hang
     ");
 }

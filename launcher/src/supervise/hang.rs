@@ -47,7 +47,7 @@ impl Beat {
     }
 
     /// No heartbeat comes any more, not even a repeated one.
-    fn is_lost(&self, now: Instant, bound: Duration) -> bool {
+    pub(crate) fn is_lost(&self, now: Instant, bound: Duration) -> bool {
         now.saturating_duration_since(self.at) >= bound.min(BEATS_BOUND)
     }
 
@@ -72,10 +72,10 @@ impl Beat {
         }
     }
 
-    /// That it is slow, in words.
+    /// How long it has made no progress, in words.
     pub(crate) fn slowness(&self, activity: &str, now: Instant, bound: Duration) -> String {
         format!(
-            "is slow: no progress for {:.1} s ({}); treated as hung after {} s",
+            "no progress for {:.1} s ({}); treated as hung after {} s",
             self.silence(now).as_secs_f64(),
             self.place(activity),
             bound.as_secs_f64()
@@ -83,29 +83,29 @@ impl Beat {
     }
 }
 
-/// A worker that has said nothing new for too long.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Silent {
-    pub(crate) beat: Beat,
-    /// It lives, and waits for other ranks: the rank that it waits for is to blame, on any node, or the network to it.
-    pub(crate) waits: bool,
-}
+/// What waits for other ranks in PyTorch: collectives, and backward, which reduces the gradients.
+const WAITING_PLACES: [&str; 3] = [
+    "/torch/distributed/",
+    "/torch/autograd/",
+    "/torch/nn/parallel/distributed.py:",
+];
+/// Files there that wait for a disk.
+const SAVING_PLACE: &str = "/torch/distributed/checkpoint/";
+/// Passes a call on to the function that is meant.
+const DISPATCHER: &str = "/torch/_ops.py:";
+/// What a script's own line calls that waits for a collective, or for the GPU that is in one.
+const WAITING_CALLS: [&str; 5] = [".wait(", ".item(", ".cpu(", ".tolist(", ".synchronize("];
 
-/// The worker that is to blame for a silence of at least `bound`, if there is one; of each it is known whether it says
-/// that it waits for others.
-///
-/// All ranks fall silent when one does. One that sends no heartbeats is the cause before one that does, one that waits
-/// for no other rank before one that waits; then the one that is behind, and of equals the one that was silent first.
-pub(crate) fn longest_silence(
-    beats: impl Iterator<Item = (usize, Beat, bool)>,
-    now: Instant,
-    bound: Duration,
-) -> Option<(usize, Silent)> {
-    let (index, beat, says_it_waits) = beats
-        .filter(|(_, beat, _)| beat.silence(now) >= bound)
-        .min_by_key(|(_, beat, waits)| (!beat.is_lost(now, bound), *waits, beat.step, beat.silent_since()))?;
-    let waits = says_it_waits && !beat.is_lost(now, bound);
-    Some((index, Silent { beat, waits }))
+/// True if the main thread of a Python script waits for other ranks, by the stack that `ddp_run` reports: the innermost
+/// frame comes first, as `NAME at FILE:LINE: SOURCE`.
+pub(crate) fn waits_for_ranks(state: &str) -> bool {
+    let frames = state.lines().skip_while(|line| !line.starts_with("thread "));
+    let mut frames = frames.skip(1).filter(|frame| !frame.contains(DISPATCHER));
+    frames.next().is_some_and(|frame| {
+        let is_library = WAITING_PLACES.iter().any(|place| frame.contains(place));
+        let is_call = WAITING_CALLS.iter().any(|call| frame.contains(call));
+        is_call || is_library && !frame.contains(SAVING_PLACE)
+    })
 }
 
 /// What the kernel knows of each thread of a process, a line each:
@@ -168,71 +168,42 @@ mod tests {
         }
     }
 
+    /// Stacks as PyTorch 2 leaves them, with gloo.
     #[test]
-    fn the_rank_that_is_behind_is_the_cause() {
-        let now = Instant::now();
-        let bound = Duration::from_secs(10);
-        let silent = |beats: &[Beat]| {
-            let numbered = beats.iter().copied().enumerate();
-            let numbered = numbered.map(|(rank, beat)| (rank, beat, false));
-            longest_silence(numbered, now, bound).map(|(rank, _)| rank)
+    fn a_script_waits_for_ranks_where_its_innermost_frame_is_in_a_collective_or_in_backward() {
+        let waits = |frames: &[&str]| {
+            let frames = frames.join("\n  ");
+            waits_for_ranks(&format!(
+                "thread MainThread\n  {frames}\nthread other\n  wait at /lib/python3.12/threading.py:1: x\n"
+            ))
         };
-        assert_eq!(
-            silent(&[beat(now, 1, 5), beat(now, 9, 4)]),
-            None,
-            "a slow rank is not lost"
-        );
-        assert_eq!(silent(&[beat(now, 12, 5), beat(now, 11, 4)]), Some(1));
-        assert_eq!(
-            silent(&[beat(now, 12, 5), beat(now, 11, 5)]),
-            Some(0),
-            "silent first"
-        );
-    }
-
-    #[test]
-    fn who_is_gone_or_waits_for_nobody_is_the_cause_rather_than_who_waits() {
-        let now = Instant::now();
-        let bound = Duration::from_secs(10);
-        let repeated = |beat: Beat| Beat { at: now, ..beat };
-        let cause = |beats: [(usize, Beat, bool); 2]| {
-            longest_silence(beats.into_iter(), now, bound).map(|(rank, _)| rank)
-        };
-        // Rank 1 was stopped in the step after the one in which rank 0 waits for it.
-        assert_eq!(
-            cause([
-                (0, repeated(beat(now, 12, 4)), false),
-                (1, beat(now, 11, 5), false)
-            ]),
-            Some(1)
-        );
-        assert_eq!(
-            cause([
-                (0, repeated(beat(now, 12, 4)), true),
-                (1, repeated(beat(now, 11, 5)), false)
-            ]),
-            Some(1)
-        );
-    }
-
-    #[test]
-    fn a_rank_that_lives_and_waits_for_others_is_not_to_blame() {
-        let now = Instant::now();
-        let bound = Duration::from_secs(10);
-        let waits = |beat: Beat| {
-            let silent = longest_silence(std::iter::once((0, beat, true)), now, bound);
-            silent.map(|(_, silent)| silent.waits)
-        };
-        let repeated = Beat {
-            at: now,
-            ..beat(now, 3600, 4)
-        };
-        assert_eq!(waits(repeated), Some(true), "however long it waits");
-        assert_eq!(
-            waits(beat(now, 11, 4)),
-            Some(false),
-            "what it said last holds no more"
-        );
+        let site = "/venv/lib/site-packages/torch";
+        let backward = format!("_engine_run_backward at {site}/autograd/graph.py:824: return engine(");
+        let reduce = format!("all_reduce at {site}/distributed/distributed_c10d.py:2501: work.wait()");
+        let script = "<module> at train.py:30: loss.backward()";
+        assert!(waits(&[&backward, script]));
+        assert!(waits(&[&reduce, script]));
+        let functional = format!("wait_tensor at {site}/distributed/_functional_collectives.py:9: return");
+        assert!(waits(&[
+            &format!("__call__ at {site}/_ops.py:1: return"),
+            &functional,
+            script
+        ]));
+        assert!(waits(&["train at train.py:9: total += loss.item()", script]));
+        assert!(!waits(&["log_metrics at train.py:18: time.sleep(60)", script]));
+        assert!(!waits(&[
+            "backward at /app/my_function.py:3: time.sleep(60)",
+            &backward,
+            script
+        ]));
+        let write =
+            format!("_write_item at {site}/distributed/checkpoint/filesystem.py:300: stream.write(data)");
+        assert!(!waits(&[&write, script]));
+        assert!(!waits(&[
+            "wait at /usr/lib/python3.12/subprocess.py:1264: return self._wait(timeout)",
+            script
+        ]));
+        assert!(!waits_for_ranks(""), "it did not answer");
     }
 
     #[test]
@@ -243,7 +214,7 @@ mod tests {
             at: now,
             ..beat(now, 61, 3)
         };
-        let silent = |beat: Beat| longest_silence(std::iter::once((0, beat, false)), now, bound).is_some();
+        let silent = |beat: Beat| beat.silence(now) >= bound;
         assert!(silent(stuck));
         stuck.phase = Phase::Starting;
         assert!(!silent(stuck));
@@ -259,7 +230,7 @@ mod tests {
         };
         insta::assert_snapshot!(stuck.trouble("", now, bound), @"hung: heartbeats arrive, but no progress for 61.0 s (phase training, step 3)");
         insta::assert_snapshot!(beat(now, 62, 3).trouble("stage 1 of 2, forward of micro-batch 3", now, bound), @"hung: no heartbeat for 62.0 s (phase training, step 3, stage 1 of 2, forward of micro-batch 3)");
-        insta::assert_snapshot!(beat(now, 31, 3).slowness("", now, bound), @"is slow: no progress for 31.0 s (phase training, step 3); treated as hung after 60 s");
+        insta::assert_snapshot!(beat(now, 31, 3).slowness("", now, bound), @"no progress for 31.0 s (phase training, step 3); treated as hung after 60 s");
     }
 
     #[test]

@@ -58,6 +58,20 @@ impl OomCounter {
     }
 }
 
+/// Deaths for want of memory, over the generations of a launch: the farthest step at which there was one.
+#[derive(Debug, Default)]
+pub(crate) struct OomHistory(Option<u64>);
+
+impl OomHistory {
+    /// A worker died of it at this step. True if one has before, and the job has got no further since: it would not get
+    /// further the next time either.
+    pub(crate) fn repeats(&mut self, step: u64) -> bool {
+        let repeats = self.0.is_some_and(|last| step <= last);
+        self.0 = self.0.max(Some(step));
+        repeats
+    }
+}
+
 /// Processes that the OOM killer ended, as `file` counts them.
 fn kills(file: &Path) -> Option<u64> {
     let text = fs::read_to_string(file).ok()?;
@@ -104,6 +118,19 @@ mod tests {
             core_dumped: true,
         };
         assert!(!counter.explains(crashed, None));
+    }
+
+    /// A job over its limit was started three times more, and each time came to the same end.
+    #[test]
+    fn the_second_death_without_progress_is_the_last() {
+        let mut history = OomHistory::default();
+        assert!(!history.repeats(0), "the machine may have been busy");
+        assert!(history.repeats(0));
+        let mut history = OomHistory::default();
+        assert!(!history.repeats(19));
+        assert!(!history.repeats(25), "it got further");
+        assert!(history.repeats(25));
+        assert!(history.repeats(3));
     }
 
     #[test]

@@ -7,5 +7,5 @@ mod server;
 mod store;
 mod wire;
 
-pub(crate) use server::TcpStoreServer;
+pub(crate) use server::{TcpStoreServer, UNUSED_BOUND};
 pub use wire::read_foreign_commands;

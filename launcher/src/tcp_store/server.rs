@@ -15,7 +15,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Notify, Semaphore, SemaphorePermit, oneshot};
 use tokio::task::JoinSet;
-use tokio::time::{Instant, sleep_until, timeout};
+use tokio::time::{Instant, sleep, sleep_until, timeout};
 
 use super::store::{ClientId, Refused, Store};
 use super::wire::{Command, Decoder, STOP_WAITING, WireError};
@@ -34,6 +34,9 @@ const VALIDATION_BOUND: Duration = Duration::from_mins(1);
 const WRITE_BOUND: Duration = Duration::from_mins(5);
 /// Pause after a failure to accept.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+
+/// How long no rank may use the store until people are told.
+pub(crate) const UNUSED_BOUND: Duration = Duration::from_mins(1);
 
 /// Why a connection was closed.
 #[derive(Debug, thiserror::Error)]
@@ -58,17 +61,19 @@ pub(crate) struct TcpStoreServer {
 }
 
 impl TcpStoreServer {
-    /// Serves an empty store.
-    pub(crate) fn start(listener: StdListener, console: Console) -> io::Result<Self> {
+    /// Serves an empty store. Says so if no rank has used it within `patience`.
+    pub(crate) fn start(listener: StdListener, console: Console, patience: Duration) -> io::Result<Self> {
         listener.set_nonblocking(true)?;
         let accepting = listener.try_clone()?;
         let (open, closed) = oneshot::channel();
         let serve = move || {
             let accepting = TcpListener::from_std(accepting)?;
             Ok(async move {
+                let port = accepting.local_addr().map_or(0, |address| address.port());
+                let hub = Arc::new(Hub::new(console));
                 // Whichever is dropped, all that is served ends.
                 tokio::select! {
-                    () = accept(accepting, Arc::new(Hub::new(console))) => {}
+                    _ = async { tokio::join!(accept(accepting, hub.clone()), hub.report_unused(port, patience)) } => {}
                     _ = closed => {}
                 }
             })
@@ -96,6 +101,7 @@ struct Hub {
     memory: Semaphore,
     console: Console,
     complained: AtomicBool,
+    used: AtomicBool,
 }
 
 #[derive(Default)]
@@ -112,6 +118,7 @@ impl Hub {
             memory: Semaphore::new(MAX_HELD_BYTES),
             console,
             complained: AtomicBool::new(false),
+            used: AtomicBool::new(false),
         }
     }
 
@@ -140,10 +147,24 @@ impl Hub {
     }
 
     fn apply(&self, client: ClientId, command: Command) -> Result<Vec<u8>, Refused> {
+        self.used.store(true, Ordering::Relaxed);
         let mut shared = self.shared();
         let answer = shared.store.apply(client, command);
         shared.wake();
         answer
+    }
+
+    /// Tells people if no rank has come after this time: those of a script that sets MASTER_PORT itself wait elsewhere.
+    async fn report_unused(&self, port: u16, patience: Duration) {
+        sleep(patience).await;
+        if !self.used.load(Ordering::Relaxed) {
+            self.console.say(&format!(
+                "no rank has come to the store at MASTER_PORT {port} in {} s: if the ranks wait in `init_process_group`, the script \
+                 uses a different address or port\n  hint: take MASTER_ADDR and MASTER_PORT from the environment, or give \
+                 the script's own port as `--master-port`",
+                patience.as_secs()
+            ));
+        }
     }
 
     /// Tells people of the first connection that was closed for what it said: it may be what the job fails of.

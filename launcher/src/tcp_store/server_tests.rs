@@ -25,12 +25,20 @@ impl Write for Said {
 
 /// A server and its address; the last is what it says.
 fn server() -> (TcpStoreServer, SocketAddr, mpsc::Receiver<Vec<u8>>) {
+    server_with(UNUSED_BOUND)
+}
+
+fn server_with(patience: Duration) -> (TcpStoreServer, SocketAddr, mpsc::Receiver<Vec<u8>>) {
     let (said, output) = mpsc::channel();
     let writers: [Box<dyn Write + Send>; 2] = [Box::new(io::sink()), Box::new(Said(said))];
     let console = Console::start(Output::new(writers, [false; 2], false), false).unwrap();
     let listener = StdListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
-    (TcpStoreServer::start(listener, console).unwrap(), address, output)
+    (
+        TcpStoreServer::start(listener, console, patience).unwrap(),
+        address,
+        output,
+    )
 }
 
 fn connect(address: SocketAddr) -> Client {
@@ -120,4 +128,34 @@ fn a_store_that_was_closed_ends_its_connections_and_takes_no_more() {
         "at once"
     );
     assert!(is_closed(&mut client));
+}
+
+/// A script that sets MASTER_PORT itself hung without a word.
+#[test]
+fn a_store_to_which_no_rank_comes_is_reported() {
+    let (_server, address, output) = server_with(Duration::ZERO);
+    let text = String::from_utf8(output.recv_timeout(DEADLINE).unwrap()).unwrap();
+    let begins = format!(
+        "[ddp-run] no rank has come to the store at MASTER_PORT {}",
+        address.port()
+    );
+    assert!(
+        text.starts_with(&begins) && text.contains("`--master-port`"),
+        "{text}"
+    );
+}
+
+#[tokio::test]
+async fn a_store_that_is_used_is_not_reported() {
+    let (said, output) = mpsc::channel();
+    let writers: [Box<dyn Write + Send>; 2] = [Box::new(io::sink()), Box::new(Said(said))];
+    let console = Console::start(Output::new(writers, [false; 2], false), false).unwrap();
+    let hub = Hub::new(console);
+    hub.apply(1, Command::CountKeys).unwrap();
+    hub.report_unused(29_500, Duration::ZERO).await;
+    hub.console.say("the next message");
+    assert_eq!(
+        output.recv_timeout(DEADLINE).unwrap(),
+        b"[ddp-run] the next message\n"
+    );
 }

@@ -10,8 +10,9 @@ use ddp_proto::rendezvous::daemon_message::Body as Word;
 use ddp_proto::rendezvous::rendezvous_server::{Rendezvous, RendezvousServer};
 use ddp_proto::rendezvous::{
     AgentMessage, Assignment, CloseReply, CloseRequest, DaemonMessage, Failure, Failures, GenerationOver,
-    JobOver, JobsReply, JobsRequest, Join, KvGatherReply, KvGatherRequest, KvGetReply, KvGetRequest,
-    KvPutReply, KvPutRequest, NodeAssignment, Refused, StatusReply, StatusRequest, Waiting, WorkerExit,
+    HangVerdict, JobOver, JobsReply, JobsRequest, Join, KvGatherReply, KvGatherRequest, KvGetReply,
+    KvGetRequest, KvPutReply, KvPutRequest, NodeAssignment, Refused, StatusReply, StatusRequest, Waiting,
+    WorkerExit,
 };
 use tokio::sync::{Notify, broadcast, watch};
 use tokio_stream::wrappers::{ReceiverStream, TcpListenerStream};
@@ -213,6 +214,15 @@ impl Shared {
             Report::NodeSucceeded(_) if self.policy.decides => {
                 job.over = true;
                 vec![Word::JobOver(JobOver::default())]
+            }
+            // The rank that is behind.
+            Report::HungWorkers(hung) => {
+                let behind = hung.ranks.iter().min_by_key(|rank| rank.step);
+                let rank = behind.map(|behind| behind.rank);
+                vec![Word::HangVerdict(HangVerdict {
+                    rank,
+                    ..HangVerdict::default()
+                })]
             }
             Report::WorkerExit(_)
             | Report::NodeStopped(_)

@@ -23,6 +23,8 @@ pub(in crate::rendezvous) const MAX_TAKEN: usize = 2 * MAX_EXITS_OF_A_KIND;
 /// Workers whose ends are known, listed or not: agents repeat what they said when a stream breaks. Those of the last
 /// generation of a job with [`Config::max_nodes`](crate::rendezvous::Config) fit, at [`MAX_TAKEN`] each.
 pub(in crate::rendezvous) const MAX_KNOWN: usize = 1 << 20;
+/// Ranks that ended with 0 before the job failed, of those listed.
+const MAX_SUCCEEDED: usize = 64;
 /// Bytes of a worker's own words, and of the path of its log, in the list.
 const MAX_WORDS_BYTES: usize = 512;
 
@@ -128,6 +130,7 @@ impl Failures {
             failures,
             more_failures: self.unlisted,
             more_victims: self.unlisted_victims,
+            succeeded_ranks: Vec::new(),
         })
     }
 }
@@ -158,6 +161,18 @@ impl Job {
             self.failures
                 .node(context.at.now, generation, node.hostname(), why);
         }
+    }
+
+    /// What has failed, as a message; none while nothing has. Ranks that ended with 0 before may be the cause: others
+    /// waited for them.
+    pub(super) fn told_failures(&self) -> Option<rendezvous::Failures> {
+        let mut failures = self.failures.told()?;
+        if let Some(running) = self.phase.running() {
+            let node_ranks = running.succeeded().filter_map(|node| self.table.rank_of(node));
+            let ranks = node_ranks.flat_map(|node_rank| running.nodes().ranks_of(node_rank));
+            failures.succeeded_ranks = ranks.take(MAX_SUCCEEDED).collect();
+        }
+        Some(failures)
     }
 
     /// All workers of a node are gone.

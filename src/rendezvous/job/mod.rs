@@ -18,6 +18,7 @@
 //! | `joining` | joining | admission, reconnects, refusals |
 //! | `assignment` | the start | the assignment of each node |
 //! | `outcome` | the end of a generation | failures, success, restarts |
+//! | `hang` | a job that hangs | which rank is the cause |
 //! | `departure` | nodes that go | nodes that leave, that are lost, and that peers report lost |
 //! | `scale` | growing | nodes that come to a job that runs |
 //! | `takeover` | replacing a lost node | until when its workers may still train |
@@ -28,6 +29,7 @@ mod departure;
 mod failures;
 mod gathering;
 mod generation_counter;
+mod hang;
 mod joining;
 mod lease_extension;
 mod node;
@@ -217,6 +219,7 @@ impl Job {
             Body::WorkerExit(exit) => self.worker_exit(context, from, exit),
             Body::NodeSucceeded(_) => self.node_succeeded(context, from),
             Body::NodeLeaving(leaving) => self.node_leaving(context, from, leaving.signal),
+            Body::HungWorkers(hung) => self.hung_workers(context, from, hung),
             Body::Leave(leave) => self.leave(context, &from.incarnation, &leave),
             Body::Join(_) => {}
         }
@@ -283,6 +286,7 @@ impl Job {
             })),
             Body::NodeStopped(_) => Some(Body::NodeStopped(NodeStopped::default())),
             Body::Leave(leave) => Some(Body::Leave(leave)),
+            Body::HungWorkers(_) => None,
             Body::WorkerExit(_) | Body::NodeSucceeded(_) | Body::NodeLeaving(_) | Body::Join(_) => {
                 let cause = self.another_assignment_words(from.generation, &from.assignment_id);
                 self.ignore(context, from, &format!("a report ({cause})"));

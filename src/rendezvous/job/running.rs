@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use ddp_proto::rendezvous::{Assignment, LostRank};
 
+use super::hang::HangReports;
 use super::lease_extension::Progress;
 use super::node::{LeaseExtension, Node};
 use super::outcome::GenerationEnd;
@@ -24,6 +25,7 @@ pub(super) struct Running {
     suspect: Option<Suspect>,
     /// By node rank: members that a peer reported lost.
     lost_peers: BTreeMap<u32, LostRank>,
+    hang_reports: HangReports,
     progress: Progress,
     /// When this daemon assigned it, or took it up.
     since: Duration,
@@ -81,6 +83,15 @@ impl Running {
 
     pub(super) fn has_successes(&self) -> bool {
         !self.succeeded.is_empty()
+    }
+
+    /// Members whose workers all ended with 0.
+    pub(super) fn succeeded(&self) -> impl ExactSizeIterator<Item = &String> {
+        self.succeeded.iter()
+    }
+
+    pub(super) fn hang_reports(&mut self) -> &mut HangReports {
+        &mut self.hang_reports
     }
 
     pub(super) fn note_step(&mut self, now: Duration, step: u64) {

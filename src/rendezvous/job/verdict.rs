@@ -128,7 +128,7 @@ impl Job {
         let (reason, stage) = match &mut verdict {
             Reply::JobOver(over) => {
                 let (exit_code, reason) = (over.exit_code, over.reason.clone());
-                over.failures = (exit_code != 0).then(|| self.failures.told()).flatten();
+                over.failures = (exit_code != 0).then(|| self.told_failures()).flatten();
                 (reason.clone(), Stage::JobOver { exit_code, reason })
             }
             Reply::Refused(refused) => {

@@ -1,6 +1,7 @@
 //! The nodes of one generation in order of node rank, and the assignment that each of them receives.
 
 use std::collections::HashMap;
+use std::ops::Range;
 
 use ddp_proto::rendezvous::{Assignment, NodeAssignment};
 
@@ -52,14 +53,20 @@ impl NodeList {
         }
     }
 
+    /// The ranks of a node.
+    pub(in crate::rendezvous) fn ranks_of(&self, node_rank: u32) -> Range<u32> {
+        let node = self.nodes.get(node_rank as usize);
+        node.map_or(0..0, |node| {
+            node.first_rank..node.first_rank.saturating_add(node.workers)
+        })
+    }
+
     /// Node rank of the node that a rank belongs to.
     pub(in crate::rendezvous) fn node_of(&self, rank: u32) -> Option<u32> {
         // The last one that begins at the rank or before it: nodes without ranks do not exist.
         let after = self.nodes.partition_point(|node| node.first_rank <= rank);
-        let node_rank = after.checked_sub(1)?;
-        let node = &self.nodes[node_rank];
-        let ranks = node.first_rank..node.first_rank.saturating_add(node.workers);
-        ranks.contains(&rank).then_some(node_rank as u32)
+        let node_rank = after.checked_sub(1)? as u32;
+        self.ranks_of(node_rank).contains(&rank).then_some(node_rank)
     }
 }
 

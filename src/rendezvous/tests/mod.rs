@@ -3,6 +3,7 @@
 mod failures;
 mod fences;
 mod gathering;
+mod hangs;
 mod outcomes;
 mod partition;
 mod reconnects;
@@ -455,6 +456,7 @@ fn short(received: &Received) -> String {
                 .map_or_else(String::new, |signal| format!(", signal {signal}"))
         ),
         Reply::Refused(r) => format!("refused {:?}: {}", r.code(), r.reason),
+        Reply::HangVerdict(verdict) => format!("hang of rank {:?}: {}", verdict.rank, verdict.comparison),
         Reply::Heard(heard) => format!("heard {} ms", heard.sent_ms),
     }
 }

@@ -55,8 +55,8 @@ impl Memory {
                     place.rest.heartbeat = Some(heartbeat.clone());
                 }
             }
-            // Nothing follows it.
-            Body::Leave(_) => {}
+            // Nothing follows the first; the second is repeated.
+            Body::Leave(_) | Body::HungWorkers(_) => {}
         }
     }
 

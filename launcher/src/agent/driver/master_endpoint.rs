@@ -8,7 +8,7 @@ use ddp_proto::rendezvous::Assignment;
 use super::super::context::LaunchContext;
 use super::super::machine::ExitReason;
 use crate::spawn::master_port::{MasterPort, hint_for};
-use crate::tcp_store::TcpStoreServer;
+use crate::tcp_store::{TcpStoreServer, UNUSED_BOUND};
 
 /// The port and the store of this node; new in each generation.
 #[derive(Default)]
@@ -84,7 +84,7 @@ impl MasterEndpoint {
                 .unwrap_or_else(|| io::Error::other("it could not be reserved"))),
         };
         let console = &launch.console;
-        match listening.and_then(|listener| TcpStoreServer::start(listener, console.clone())) {
+        match listening.and_then(|listener| TcpStoreServer::start(listener, console.clone(), UNUSED_BOUND)) {
             Ok(store) => self.store = Some(store),
             Err(cause) => {
                 let (given, port) = (launch.plan.master_port, assignment.master_port);

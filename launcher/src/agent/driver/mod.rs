@@ -24,6 +24,7 @@ use ddp_proto::exit;
 use ddp_proto::ids::{Generation, LocalRank, NodeId};
 use ddp_proto::rendezvous::Assignment;
 use ddp_proto::rendezvous::agent_message::Body as Report;
+use ddp_proto::rendezvous::daemon_message::Body as Word;
 use nix::unistd::Pid;
 
 use super::context::LaunchContext;
@@ -36,11 +37,16 @@ use crate::report::event_log::LogEvent;
 use crate::spawn::program::check_program;
 use crate::spawn::spawner::SpawnEvent;
 use crate::supervise::guardian::DeathNotice;
+use crate::supervise::oom::OomHistory;
 use crate::supervise::{proc_table, reap};
 use inbox::{Inbox, LoopEvent};
 use master_endpoint::MasterEndpoint;
 use records::Records;
 use starting::Starter;
+
+/// Why a native job is not started a third time.
+const OUT_OF_MEMORY: &str = "out of memory, as the last time, and no step further: this node's workers need more than the memory limit of their control group\n\
+     hint: raise that limit (`--mem`, `resources.limits.memory`, `memory.max`), start fewer workers per node, or lower `train.micro_batch`";
 
 /// The agent with all its parts.
 pub(super) struct Driver<'a> {
@@ -55,6 +61,7 @@ pub(super) struct Driver<'a> {
     starter: Starter,
     worker_group: WorkerGroup,
     hang_watch: HangWatch,
+    oom_history: OomHistory,
     records: Records,
     finished: Option<ExitReason>,
 }
@@ -99,6 +106,7 @@ impl<'a> Driver<'a> {
             starter,
             worker_group: WorkerGroup::none(),
             hang_watch,
+            oom_history: OomHistory::default(),
             records,
             finished: None,
         };
@@ -172,7 +180,12 @@ impl<'a> Driver<'a> {
             LoopEvent::Answered(threads) => {
                 self.read_control();
                 let running = self.machine.is_running().then(|| self.machine.generation());
-                self.hang_watch.judge(running, &mut self.worker_group, &threads);
+                let hung = self.hang_watch.report(running, &mut self.worker_group, threads);
+                // An unreachable daemon decides nothing. The report is repeated.
+                if let Some(hung) = hung.filter(|_| !self.daemon.is_broken()) {
+                    self.daemon
+                        .report(self.machine.generation(), Report::HungWorkers(hung));
+                }
             }
             LoopEvent::Swept(stuck, left) => {
                 self.read_control();
@@ -222,7 +235,16 @@ impl<'a> Driver<'a> {
 
     fn on_link(&mut self, event: LinkEvent) {
         match &event {
-            LinkEvent::Message(message) => self.records.note_message(message),
+            LinkEvent::Message(message) => {
+                self.records.note_message(message);
+                let generation = Generation(message.generation);
+                if let Some(Word::HangVerdict(verdict)) = &message.body
+                    && self.machine.is_running()
+                    && generation == self.machine.generation()
+                {
+                    self.hang_watch.carry_out(verdict, &mut self.worker_group);
+                }
+            }
             LinkEvent::Restored => {
                 if self.machine.is_undecided() {
                     // It may have to wait for other nodes first.
@@ -370,6 +392,12 @@ impl<'a> Driver<'a> {
         let is = |code| exit.exit_code == Some(i32::from(code));
         exit.permanent = is(exit::DO_NOT_RESTART)
             || self.launch.plan.command.native && exit::PERMANENT_OF_NATIVE.into_iter().any(is);
+        let is_native = self.launch.plan.command.native;
+        let step = self.worker_group.step().unwrap_or(0);
+        if is_native && exit.out_of_memory && self.oom_history.repeats(step) {
+            exit.permanent = true;
+            OUT_OF_MEMORY.clone_into(&mut exit.message);
+        }
         self.records.note_failure(&exit);
         self.events.push_back(Event::Described(exit));
     }

@@ -243,7 +243,7 @@ impl Machine {
             // long as the job runs.
             Some(Word::Waiting(_)) if self.phase == Phase::Joining => vec![Effect::Disarm],
             // An empty body is a message of another build.
-            Some(Word::Waiting(_) | Word::Heard(_)) | None => Vec::new(),
+            Some(Word::Waiting(_) | Word::Heard(_) | Word::HangVerdict(_)) | None => Vec::new(),
         }
     }
 

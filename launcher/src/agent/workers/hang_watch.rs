@@ -1,18 +1,22 @@
-//! Workers that hang: found, asked what they do, written down, ended.
+//! Workers that hang: found, asked what they do, written down, compared by the daemon, ended.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::time::{Duration, Instant};
 
 use ddp_proto::control::PeerWait;
-use ddp_proto::ids::{Generation, LocalRank};
-use nix::sys::signal::Signal;
+use ddp_proto::ids::Generation;
+use ddp_proto::printable;
+use ddp_proto::rendezvous::{HangVerdict, HungRank, HungWorkers};
+use ddp_proto::words::numbered;
+use nix::sys::signal::{Signal, killpg};
+use nix::unistd::Pid;
 use tokio::time::{sleep, timeout};
 
-use super::WorkerGroup;
+use super::{Worker, WorkerGroup};
 use crate::output::console::Console;
 use crate::plan::LaunchPlan;
-use crate::supervise::hang::{self, Silent};
+use crate::supervise::hang::{self, Beat};
 use crate::threads::BlockingThread;
 
 /// Looks within one `--hang-timeout`.
@@ -26,6 +30,8 @@ const SCRIPT_HINT: &str =
     "\n  hint: if it was still working, raise `--hang-timeout`, or call `ddp_run.heartbeat` during long work";
 /// Lines of a worker's own answer that the report shows: what it waits for, and the stack of its main thread.
 const ANSWER_LINES: usize = 24;
+/// All stacks in a report to the daemon.
+const MAX_STACKS_BYTES: usize = 64 << 10;
 
 /// What the threads of processes do, a line each, by process id.
 pub(in crate::agent) type Threads = BTreeMap<i32, String>;
@@ -40,6 +46,10 @@ pub(in crate::agent) struct HangWatch {
     files: BlockingThread,
     /// The generation whose workers were asked what they do, and may answer still.
     asking: Option<Generation>,
+    /// What the kernel said last of their threads.
+    threads: Threads,
+    /// The step in which workers were called slow.
+    called_slow: Option<u64>,
     /// The missing heartbeats were reported.
     reported_unwatched: bool,
 }
@@ -52,6 +62,8 @@ impl HangWatch {
             console,
             files,
             asking: None,
+            threads: Threads::new(),
+            called_slow: None,
             reported_unwatched: false,
         }
     }
@@ -62,7 +74,7 @@ impl HangWatch {
     }
 
     /// Looks whether one of the workers that run has said nothing new for too long. If so, all are to be asked what they
-    /// do; [`HangWatch::judge`] takes what [`HangWatch::answers`] gives. Half-way there, it is called slow.
+    /// do; [`HangWatch::report`] takes what [`HangWatch::answers`] gives. Half-way there, they are called slow.
     pub(in crate::agent) fn has_to_ask(&mut self, generation: Generation, group: &mut WorkerGroup) -> bool {
         let (Some(bound), None) = (self.bound, self.asking) else {
             return false;
@@ -75,26 +87,35 @@ impl HangWatch {
                 bound.as_secs_f64()
             ));
         }
-        if let Some((local_rank, _, silent)) = self.silent(group, bound) {
-            let worker = group.get_mut(local_rank);
-            if silent.waits && worker.is_some_and(|worker| worker.found_waiting == Some(silent.beat.step)) {
-                return false;
-            }
+        let silent = group.silent(bound);
+        let is_news = |(_, worker, beat): &(i32, &Worker, Beat)| {
+            !self.waits_with_time_out(worker, beat) || worker.found_waiting != Some(beat.step)
+        };
+        if silent.iter().any(is_news) {
             self.asking = Some(generation);
             group.forget_states();
             return true;
         }
-        let Some((local_rank, _, Silent { beat, waits: false })) = self.silent(group, bound / 2) else {
-            return false;
-        };
-        if let Some(worker) = group.get_mut(local_rank)
-            && worker.called_slow != Some(beat.step)
-        {
-            worker.called_slow = Some(beat.step);
-            let slowness = beat.slowness(&worker.activity, Instant::now(), bound);
-            self.console.say(&format!("rank {} {slowness}", worker.rank));
-        }
+        self.call_slow(group, bound);
         false
+    }
+
+    /// Says once a step which workers have made no progress for half of the time, apart from those that wait for others.
+    fn call_slow(&mut self, group: &WorkerGroup, bound: Duration) {
+        let now = Instant::now();
+        let mut slow = group.silent(bound / 2);
+        slow.retain(|(_, worker, beat)| !self.waits_with_time_out(worker, beat));
+        let any_lost = slow.iter().any(|(.., beat)| beat.is_lost(now, bound));
+        slow.retain(|(.., beat)| beat.is_lost(now, bound) == any_lost);
+        if let Some((_, first, beat)) = slow.first()
+            && self.called_slow.replace(beat.step) != Some(beat.step)
+        {
+            let ranks: Vec<u32> = slow.iter().map(|(_, worker, _)| worker.rank.0).collect();
+            let slowness = beat.slowness(&first.activity, now, bound);
+            let verb = if ranks.len() == 1 { "is" } else { "are" };
+            self.console
+                .say(&format!("{} {verb} slow: {slowness}", numbered("rank", &ranks)));
+        }
     }
 
     /// Leaves the workers the time to say what they do, since those that hang may not answer at all; then gives what the
@@ -105,73 +126,112 @@ impl HangWatch {
         wait_for_answers(self.files.give(read))
     }
 
-    /// The live worker that is to blame for a silence of at least `bound`.
-    fn silent(&self, group: &WorkerGroup, bound: Duration) -> Option<(LocalRank, i32, Silent)> {
-        let (local_rank, pid, mut silent) = group.silent(bound)?;
-        silent.waits &= self.believes_waits;
-        Some((local_rank, pid, silent))
+    /// The worker lives, and waits for ranks that it knows. It is not ended: those may be well too, with a cut link between
+    /// them, and the wait has a time-out of its own.
+    fn waits_with_time_out(&self, worker: &Worker, beat: &Beat) -> bool {
+        let lives = |bound| !beat.is_lost(Instant::now(), bound);
+        let knows = worker.waits.iter().any(|wait| !wait.peers.is_empty());
+        self.believes_waits && knows && self.bound.is_some_and(lives)
     }
 
-    /// Ends the worker that hangs, with SIGABRT: a Python program with `faulthandler` shows where it was. One that is
-    /// still there at the next look gets SIGKILL. What follows is what follows any failure.
-    ///
-    /// A worker that waits for others is not ended: who it waits for may be well too, with a cut link between them, and
-    /// the wait has a time-out of its own.
-    pub(in crate::agent) fn judge(
+    /// What the daemon is to compare with the workers of other nodes. A worker that was to be ended and is still there
+    /// gets SIGKILL.
+    pub(in crate::agent) fn report(
         &mut self,
         running: Option<Generation>,
         group: &mut WorkerGroup,
-        threads: &Threads,
-    ) {
+        threads: Threads,
+    ) -> Option<HungWorkers> {
         let asked = self.asking.take();
+        let bound = self.bound?;
         // Workers of a later generation have not been asked.
-        let (Some(bound), true) = (self.bound, running.is_some() && asked == running) else {
-            return;
-        };
-        let Some((local_rank, pid, silent)) = self.silent(group, bound) else {
-            return self
-                .console
+        if running.is_none() || asked != running {
+            return None;
+        }
+        self.threads = threads;
+        let mut silent = group.silent(bound);
+        if silent.is_empty() {
+            self.console
                 .say("the silent worker made progress again: it was slow, not hung");
-        };
-        if group.get_mut(local_rank).is_some_and(|worker| worker.aborted) {
-            return group.end_hung(local_rank, Signal::SIGKILL);
+            return None;
         }
-        let states = self
-            .write_states(group, threads)
-            .map_or_else(String::new, |states| {
-                format!("\n  state of all workers on this node: {states}")
-            });
-        let Some(worker) = group.get_mut(local_rank) else {
+        if let Some((pid, ..)) = silent.iter().find(|(_, worker, _)| worker.aborted) {
+            end_hung(*pid, Signal::SIGKILL);
+            return None;
+        }
+        self.write_states(group);
+        silent.sort_by_key(|(.., beat)| (beat.step, beat.silent_since()));
+        let (waiting, silent): (Vec<_>, Vec<_>) = silent
+            .into_iter()
+            .partition(|(_, worker, beat)| self.waits_with_time_out(worker, beat));
+        let report = HungWorkers {
+            ranks: self.compare(&silent, bound),
+            period_ms: (bound / LOOKS + ANSWER_BOUND + THREADS_BOUND).as_millis() as u32,
+        };
+        if let ([], [(_, worker, _), ..]) = (&silent[..], &waiting[..]) {
+            let wait = worker.waits.first().map_or_else(String::new, PeerWait::to_string);
+            self.console.say(&format!(
+                "rank {} makes no progress but is not stopped: {wait}, and this wait ends after \
+                 `parallel.timeout_s`{}",
+                worker.rank,
+                states_of(group)
+            ));
+            group.found_waiting();
+        }
+        Some(report)
+    }
+
+    /// What these workers do.
+    fn compare(&self, silent: &[(i32, &Worker, Beat)], bound: Duration) -> Vec<HungRank> {
+        let describe = |(_, worker, beat): &(i32, &Worker, Beat)| {
+            let state = worker.state.as_deref().unwrap_or_default();
+            let mut stack = summary(Some(state), "").collect::<Vec<_>>().join("\n");
+            stack.truncate(stack.floor_char_boundary(MAX_STACKS_BYTES / silent.len()));
+            HungRank {
+                rank: worker.rank.0,
+                step: beat.step,
+                lost: beat.is_lost(Instant::now(), bound),
+                waits: !worker.waits.is_empty() || !self.believes_waits && hang::waits_for_ranks(state),
+                stack,
+            }
+        };
+        silent.iter().map(describe).collect()
+    }
+
+    /// Ends the worker that hangs, with SIGABRT: a Python program with `faulthandler` shows where it was. One that is
+    /// still there at the next look gets SIGKILL. What follows is what follows any failure: the signal does not count as
+    /// one of ours.
+    pub(in crate::agent) fn carry_out(&self, verdict: &HangVerdict, group: &mut WorkerGroup) {
+        let Some(rank) = verdict.rank else {
+            let comparison = printable::text(&verdict.comparison);
+            return self.console.say(&format!("{comparison}{}", states_of(group)));
+        };
+        let bound = self.bound.unwrap_or_default();
+        let mut silent = group.silent(bound).into_iter();
+        let Some((pid, worker, beat)) = silent.find(|(_, worker, _)| worker.rank.0 == rank) else {
             return;
         };
-        let rank = worker.rank;
-        if silent.waits {
-            let wait = worker.waits.first().map_or_else(String::new, PeerWait::to_string);
-            group.found_waiting();
-            return self.console.say(&format!(
-                "rank {rank} makes no progress but is not stopped: {wait}, and this wait ends after \
-                 `parallel.timeout_s`{states}"
-            ));
-        }
-        worker.aborted = true;
-        let mut words = silent.beat.trouble(&worker.activity, Instant::now(), bound);
-        let threads = threads.get(&pid).map_or("", String::as_str);
+        let mut words = beat.trouble(&worker.activity, Instant::now(), bound);
+        let threads = self.threads.get(&pid).map_or("", String::as_str);
         for line in summary(worker.state.as_deref(), threads) {
             let _ = write!(words, "\n  {line}");
         }
-        words.push_str(&states);
+        words.push_str(&states_of(group));
         if !self.believes_waits {
             words.push_str(SCRIPT_HINT);
         }
-        worker.message.get_or_insert_with(|| words.clone());
         self.console.say(&format!("rank {rank} {words}"));
-        group.end_hung(local_rank, Signal::SIGABRT);
+        let ended = group.workers.iter_mut().find(|worker| worker.rank.0 == rank);
+        if let Some(worker) = ended {
+            worker.aborted = true;
+            worker.message.get_or_insert(words);
+        }
+        end_hung(pid, Signal::SIGABRT);
     }
 
-    /// Writes what every worker does into its log folder, as `hang.txt`; gives the pattern of the files.
-    fn write_states(&self, group: &WorkerGroup, threads: &Threads) -> Option<String> {
+    /// Writes what every worker does into its log folder, as `hang.txt`.
+    fn write_states(&self, group: &WorkerGroup) {
         let now = Instant::now();
-        let dir = group.attempt_dir()?;
         let mut states = Vec::new();
         for (pid, worker) in group.live() {
             let place = worker.place().unwrap_or_else(|| "no heartbeat yet".to_owned());
@@ -186,7 +246,7 @@ impl HangWatch {
             if !state.is_empty() {
                 let _ = write!(text, "\nreported by the worker:\n{state}");
             }
-            if let Some(threads) = threads.get(&pid) {
+            if let Some(threads) = self.threads.get(&pid) {
                 let _ = write!(text, "\nthreads, as the kernel reports them:\n{threads}");
             }
             states.extend(worker.files.hang_file().map(|file| (worker.rank, file, text)));
@@ -199,8 +259,21 @@ impl HangWatch {
                 }
             }
         }));
-        Some(dir.join("*/hang.txt").display().to_string())
     }
+}
+
+/// Where [`HangWatch::write_states`] writes, in words.
+fn states_of(group: &WorkerGroup) -> String {
+    group.attempt_dir().map_or_else(String::new, |dir| {
+        let files = dir.join("*/hang.txt");
+        format!("\n  state of all workers on this node: {}", files.display())
+    })
+}
+
+fn end_hung(pid: i32, signal: Signal) {
+    // A stopped process would not take it.
+    let _ = killpg(Pid::from_raw(pid), signal);
+    let _ = killpg(Pid::from_raw(pid), Signal::SIGCONT);
 }
 
 async fn wait_for_answers(read: impl Future<Output = Option<Threads>>) -> Threads {

@@ -41,7 +41,7 @@ use crate::plan::SignalScope;
 use crate::report::facts::LocalEnd;
 use crate::spawn::spawner::WorkerSpec;
 use crate::supervise::ending::Ending;
-use crate::supervise::hang::{Beat, Silent, longest_silence};
+use crate::supervise::hang::Beat;
 use crate::supervise::oom::OomCounter;
 use crate::supervise::waits::ReportedWaits;
 
@@ -65,8 +65,6 @@ struct Worker {
     was_refused: bool,
     /// The numbers that a new number of ranks must divide, as the worker reports them.
     sizes: Option<Sizes>,
-    /// The step in which it was called slow.
-    called_slow: Option<u64>,
     /// Its answer to the last question about its state.
     state: Option<String>,
     /// Its waits for other ranks, by its last heartbeat.
@@ -387,7 +385,7 @@ impl WorkerGroup {
     }
 
     /// Steps that the farthest worker reported.
-    fn step(&self) -> Option<u64> {
+    pub(super) fn step(&self) -> Option<u64> {
         self.workers
             .iter()
             .filter_map(|worker| Some(worker.beat?.step))
@@ -472,7 +470,7 @@ impl WorkerGroup {
         self.reported_waits.update(&waits, Instant::now())
     }
 
-    /// The workers that say nothing new wait for others: in the steps that all are in, that is known.
+    /// The workers that say nothing new wait for others: in the steps in which all are, that is known.
     fn found_waiting(&mut self) {
         for worker in &mut self.workers {
             worker.found_waiting = worker.beat.map(|beat| beat.step);
@@ -492,23 +490,12 @@ impl WorkerGroup {
         log.ancestors().nth(2).map(Path::to_owned)
     }
 
-    /// The live worker that is to blame for a silence of at least `bound`, if there is one.
-    fn silent(&self, bound: Duration) -> Option<(LocalRank, i32, Silent)> {
-        let live = self
-            .workers
-            .iter()
-            .enumerate()
-            .filter(|(_, worker)| worker.is_watched && worker.end.is_none());
-        let beats = live.filter_map(|(local_rank, worker)| {
-            let waits = worker.waits.iter().any(|wait| !wait.peers.is_empty());
-            Some((local_rank, worker.beat?, waits))
-        });
-        let (local_rank, silent) = longest_silence(beats, Instant::now(), bound)?;
-        Some((
-            LocalRank(local_rank as u32),
-            self.workers[local_rank].pid?,
-            silent,
-        ))
+    /// The live workers that have said nothing new for `bound`, with their process ids and last heartbeats.
+    fn silent(&self, bound: Duration) -> Vec<(i32, &Worker, Beat)> {
+        let now = Instant::now();
+        let watched = self.live().filter(|(_, worker)| worker.is_watched);
+        let beats = watched.filter_map(|(pid, worker)| Some((pid, worker, worker.beat?)));
+        beats.filter(|(.., beat)| beat.silence(now) >= bound).collect()
     }
 
     /// No worker has sent a heartbeat, though they have run for longer than `bound`.
@@ -525,15 +512,6 @@ impl WorkerGroup {
         for pid in self.live_pids() {
             // Dead already, if this fails.
             let _ = kill(Pid::from_raw(pid), number);
-        }
-    }
-
-    /// Ends one worker that hangs. The signal is not counted as one of ours: its death is a failure.
-    fn end_hung(&self, local_rank: LocalRank, signal: Signal) {
-        if let Some(pid) = self.get(local_rank).and_then(|worker| worker.pid) {
-            // A stopped process would not take it.
-            let _ = killpg(Pid::from_raw(pid), signal);
-            let _ = killpg(Pid::from_raw(pid), Signal::SIGCONT);
         }
     }
 
@@ -616,7 +594,6 @@ impl Worker {
             is_watched: false,
             was_refused: false,
             sizes: None,
-            called_slow: None,
             state: None,
             waits: Vec::new(),
             activity: String::new(),
