@@ -7,6 +7,7 @@
 //! | `event` | [`Event`], [`Effect`] | the state machine's input and output |
 //! | `state` | [`State`], [`apply`] | all jobs; who speaks on which stream |
 //! | `job` | one job | its nodes, its generations, and what it is doing |
+//! | `generation_counter` | a job's generations | their numbers and assignment ids, the id of the run |
 //! | `policy` | restart policy | what an ended generation costs, when another one is no use |
 //! | `nodes` | many nodes | their assignments, and whose lease ends next |
 //! | `ranks` | node ranks | asked for, sticky, natural order of host names |
@@ -26,6 +27,7 @@
 mod config;
 mod context;
 mod event;
+mod generation_counter;
 mod history;
 mod job;
 mod kv;

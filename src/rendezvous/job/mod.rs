@@ -2,7 +2,6 @@
 //!
 //! | file | part | knows |
 //! |---|---|---|
-//! | `generation_counter` | the generations | their numbers and assignment ids, the id of the run |
 //! | `node` | one node | its stream, its lease, whether its workers are gone |
 //! | `node_table` | all nodes | which are there, which were in the last assignment, how many the job needs |
 //! | `gathering` | gathering | when a generation starts, what the nodes wait for |
@@ -28,7 +27,6 @@ mod assignment;
 mod departure;
 mod failures;
 mod gathering;
-mod generation_counter;
 mod hang;
 mod joining;
 mod lease_extension;
@@ -53,6 +51,7 @@ use ddp_proto::{exit, printable};
 
 use super::context::ApplyContext;
 use super::event::{About, CallId, ConnId, KvError, Origin, Record, regrouping};
+use super::generation_counter::GenerationCounter;
 use super::history::History;
 use super::kv::KvStore;
 use super::policy::Account;
@@ -62,7 +61,6 @@ use super::size::RankLimits;
 use super::store_totals::Load;
 use failures::Failures;
 use gathering::Gathering;
-use generation_counter::GenerationCounter;
 use node::Node;
 use node_table::NodeTable;
 use recovery::Recovery;

@@ -20,7 +20,6 @@ use ddp_proto::rendezvous::{Assignment, Join, NodeAssignment, Place};
 use ddp_proto::trust::data_key::DataKey;
 
 use super::gathering::Gathering;
-use super::generation_counter::GenerationCounter;
 use super::joining::MAX_GENERATION;
 use super::running::Running;
 use super::takeover::Takeover;
@@ -28,6 +27,7 @@ use super::{Job, Phase};
 use crate::rendezvous::config::Config;
 use crate::rendezvous::context::ApplyContext;
 use crate::rendezvous::event::{Effect, Origin, Record, Stage, regrouping, shared};
+use crate::rendezvous::generation_counter::GenerationCounter;
 use crate::rendezvous::messages;
 use crate::rendezvous::nodes::list::NodeList;
 use crate::rendezvous::policy::Account;

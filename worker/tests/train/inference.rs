@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use crate::train_support::{Job, Trained};
 use ddp_worker::checkpoint::{Reader, Which};
-use ddp_worker::config::{ModelKind, Precision, Strategy, Tokenizer, TrainConfig};
+use ddp_worker::config::{ModelKind, Order, Precision, Strategy, Tokenizer, TrainConfig};
 use ddp_worker::device::{CpuDevice, Device};
 use ddp_worker::inference::{
     Completion, CompletionOptions, Encoder, Generator, InferenceError, LoadedModel, RunSettings, Sampling,
@@ -110,8 +110,10 @@ fn learned(change: impl FnOnce(&mut TrainConfig)) -> Job {
         c.model.n_embd = 32;
         // Prime to the length of the sentence: samples begin at each of its letters.
         c.model.block_size = 21;
+        // The same samples in each epoch: it is to know them by heart.
+        c.data.order = Order::Sequential;
         c.train.micro_batch = 8;
-        c.train.steps = 300;
+        c.train.steps = 500;
         c.train.verify_every = 0;
         change(c);
     });

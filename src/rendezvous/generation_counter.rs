@@ -2,8 +2,8 @@
 
 use ddp_proto::rendezvous::Assignment;
 
-use crate::rendezvous::context::ApplyContext;
-use crate::rendezvous::event::{Record, Stage};
+use super::context::ApplyContext;
+use super::event::{Record, Stage};
 
 /// The highest attempt number that the daemon accepts from a node.
 const MAX_ATTEMPT: u32 = 1 << 20;
