@@ -184,7 +184,10 @@ fn a_pipe_in_the_place_of_a_file_is_named() {
         for words in ["verify out", "inspect out", "export out --to new"] {
             let words: Vec<&str> = words.split(' ').collect();
             let refused = ckpt(job.dir(), &words);
-            refused.expect_exit(1).expect_stderr(file).expect_stderr(": not a regular file");
+            refused
+                .expect_exit(1)
+                .expect_stderr(file)
+                .expect_stderr(": not a regular file");
         }
         let train = train_after(&job, &["sh"], "true");
         train.expect_exit(2).expect_stderr("not a regular file");
