@@ -362,7 +362,7 @@ fn values_out_of_range() {
       hint: leave it out to use the tokenizer's
     ");
     assert!(
-        set("run.name=a\u{1b}]0;b").contains("control characters"),
+        set(r#"run.name="a\u001b]0;b""#).contains("control characters"),
         "a title of a terminal"
     );
     insta::assert_snapshot!(set("run.name=a/b"), @"`--set run.name=a/b`: `run.name` is `a/b`, expected a name for a directory: not empty, without `/` and control characters, not starting with a dot");
