@@ -324,7 +324,7 @@ impl Default for Model {
 words! {
     /// `run.resume`
     Resume {
-        /// Refuse a directory that holds a run of another job, or a finished one. (A job that was stopped resumes its own run.)
+        /// Refuse a directory that holds a run of another job, or a finished run.
         Never = "never",
         /// Resume if there is a checkpoint, else start.
         Auto = "auto",
