@@ -193,7 +193,7 @@ class Listening(Worker):
         thread.join(PATIENCE_S)
         self.assertEqual(answer["type"], "state")
         # The main thread first, its innermost call on top, with the place in the file.
-        self.assertRegex(answer["text"], r"^thread MainThread\n  \S+ at .*:\d+\n")
+        self.assertRegex(answer["text"], r"^thread MainThread\n  \S+ at .*:\d+: .*\n")
         self.assertIn(f"  {self._testMethodName} at {__file__}:", answer["text"])
         self.assertIn("thread waits for the test\n", answer["text"])
 
