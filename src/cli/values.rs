@@ -145,6 +145,10 @@ pub fn path(text: &str) -> Result<PathBuf, String> {
     if text.is_empty() {
         return Err("expected a path".to_owned());
     }
+    // Some shells leave it in `--log-dir=~/logs`, and YAML always does.
+    if text.starts_with('~') {
+        return Err("expected a path without `~`: write the whole path".to_owned());
+    }
     Ok(PathBuf::from(text))
 }
 
@@ -356,6 +360,15 @@ mod tests {
                 "expected a whole number, 1 or more",
                 "`{bad}`"
             );
+        }
+    }
+
+    /// A folder called `~` was made.
+    #[test]
+    fn a_path_has_no_tilde() {
+        assert_eq!(path("logs/~"), Ok("logs/~".into()));
+        for bad in ["", "~", "~/logs"] {
+            assert!(path(bad).is_err(), "`{bad}` was taken");
         }
     }
 

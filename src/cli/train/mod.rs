@@ -5,6 +5,7 @@ mod ckpt;
 pub mod doctor;
 mod inference;
 mod planner;
+mod progress;
 mod runs;
 mod schedule;
 mod tokenize;

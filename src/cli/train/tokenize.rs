@@ -9,14 +9,12 @@ use std::time::{Duration, Instant};
 use ddp_proto::exit;
 use ddp_proto::words::counted;
 use ddp_worker::tokenize::{ENDS_OF_TEXT, Progress, Report, Request, TokenizeError, Tokenizer, tokenize};
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use indicatif::ProgressBar;
 
 use crate::cli::answer::{fail, give};
 use crate::cli::native::{self, FAILED};
+use crate::cli::train::progress::progress_bar;
 use crate::cli::values::one_or_more;
-
-/// Redraws of the bar a second, at most.
-const REDRAW_HZ: u8 = 10;
 
 /// Turn texts into a token file for `data.train` and `data.val`.
 ///
@@ -70,7 +68,7 @@ pub(super) fn run(args: &Args) -> ExitCode {
         overwrite: args.overwrite,
         threads: args.threads,
     };
-    let bar = bar();
+    let bar = progress_bar("{bar:30} {bytes}/{total_bytes}  {msg}  {bytes_per_sec}  {eta} left");
     let made = tokenize(&request, &mut |progress| show(&bar, &progress));
     // What it came to is said in words.
     bar.finish_and_clear();
@@ -101,14 +99,6 @@ fn exit_code(error: &TokenizeError) -> u8 {
         TokenizeError::Threads(_) => FAILED,
         _ => exit::USAGE,
     }
-}
-
-/// How far it is: one line at the bottom of a terminal, of the same looks as that of a training.
-fn bar() -> ProgressBar {
-    let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr_with_hz(REDRAW_HZ));
-    let style = "{bar:30} {bytes}/{total_bytes}  {msg}  {bytes_per_sec}  {eta} left";
-    bar.set_style(ProgressStyle::with_template(style).unwrap_or_else(|_| ProgressStyle::default_bar()));
-    bar
 }
 
 fn show(bar: &ProgressBar, progress: &Progress) {

@@ -156,7 +156,11 @@ impl Allowed {
             (Form(_, fits), other) => (fits(value), found(other)),
             (_, other) => (false, found(other)),
         };
-        (!is_allowed).then(|| (found, self.to_string()))
+        let expected = || match self {
+            Form(..) if is_for_a_shell(value) => "a path without `~` and `$`".to_owned(),
+            _ => self.to_string(),
+        };
+        (!is_allowed).then(|| (found, expected()))
     }
 
     /// The next step for a value of another type, where there is an obvious one.

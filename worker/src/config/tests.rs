@@ -404,19 +404,19 @@ fn data_that_cannot_be_used() {
 #[test]
 fn paths_that_only_a_shell_expands_are_refused() {
     insta::assert_snapshot!(set("run.out_dir=~/runs"), @r"
-    `--set run.out_dir=~/runs`: `run.out_dir` is `~/runs`, expected the path of a directory
+    `--set run.out_dir=~/runs`: `run.out_dir` is `~/runs`, expected a path without `~` and `$`
       hint: `~` and variables are not expanded: write the whole path
     ");
     insta::assert_snapshot!(set("data.train=[text.txt, $DATA/b.txt]"), @r"
-    `--set data.train=[text.txt, $DATA/b.txt]`: `data.train` is [text.txt, $DATA/b.txt], expected a path (a string), or a list of them
+    `--set data.train=[text.txt, $DATA/b.txt]`: `data.train` is [text.txt, $DATA/b.txt], expected a path without `~` and `$`
       hint: `~` and variables are not expanded: write the whole path
     ");
     insta::assert_snapshot!(set("data.tokenizer=${HOME}/tokenizer.json"), @r"
-    `--set data.tokenizer=${HOME}/tokenizer.json`: `data.tokenizer` is `${HOME}/tokenizer.json`, expected `bytes`, `gpt2` or the path of a `tokenizer.json`
+    `--set data.tokenizer=${HOME}/tokenizer.json`: `data.tokenizer` is `${HOME}/tokenizer.json`, expected a path without `~` and `$`
       hint: `~` and variables are not expanded: write the whole path
     ");
     insta::assert_snapshot!(set("model.init_from=~/weights"), @r"
-    `--set model.init_from=~/weights`: `model.init_from` is `~/weights`, expected the path of a directory or of a `.safetensors` file
+    `--set model.init_from=~/weights`: `model.init_from` is `~/weights`, expected a path without `~` and `$`
       hint: `~` and variables are not expanded: write the whole path
     ");
     assert!(

@@ -27,11 +27,13 @@ impl Evaluated {
 
 impl LoadedModel {
     /// Mean loss over the first `blocks` blocks of `tokens`, all of them if there are fewer, `micro_batch` at a time.
+    /// Calls `progress` with the blocks done and all blocks.
     pub fn evaluate(
         &self,
         tokens: &Tokens,
         blocks: u64,
         micro_batch: usize,
+        progress: &mut dyn FnMut(u64, u64),
     ) -> Result<Evaluated, InferenceError> {
         let block_size = self.config.block_size;
         let blocks = blocks.min(tokens.blocks(block_size));
@@ -56,6 +58,7 @@ impl LoadedModel {
         let passes = Passes { model, ctx: &ctx };
         let mut total = 0.0;
         for first in (0..blocks).step_by(rows) {
+            progress(first, blocks);
             let batch = first..blocks.min(first + rows as u64);
             let read = (batch.end - first) as usize * block_size;
             let starts = batch.map(|block| block * block_size as u64);

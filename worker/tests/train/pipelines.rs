@@ -243,6 +243,20 @@ fn a_checkpoint_of_one_pipeline_is_resumed_by_another() {
     }
 }
 
+/// More replicas leave each fewer micro-batches than the schedule supports.
+#[test]
+fn a_schedule_that_a_rescaled_run_cannot_have_is_explained() {
+    let mut job = piped(2, PipelineSchedule::Interleaved, |c| {
+        c.train.grad_accumulation = 10;
+        c.train.steps = 1;
+    });
+    job.train(2);
+    job.config.run.resume = Resume::Require;
+    job.config.train.steps = 2;
+    let refused = job.run(4).remove(0).unwrap_err().to_string();
+    insta::assert_snapshot!(refused, @"");
+}
+
 #[test]
 fn numbers_that_are_not_finite_are_found_in_the_stage_that_makes_them_first() {
     let seen = |job: &Job, ranks: u32| {
