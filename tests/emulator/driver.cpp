@@ -174,6 +174,9 @@ constexpr Words WORDS[] = {
 // Devices.
 
 API Result cuInit(unsigned) {
+    if (const uint64_t refusal = setting("EMULATOR_CUINIT", 0)) {
+        return (Result)refusal;
+    }
     Driver &of = driver();
     std::lock_guard lock(of.mutex);
     of.visible = visible_devices();

@@ -187,7 +187,10 @@ Result issue(Call call, Handle handle, Handle stream) {
     if (result != SUCCESS || call.count == 0) {
         return result;
     }
-    Driver::get().note_collective();
+    // One element only connects, and is waited for.
+    if (call.count > 1) {
+        Driver::get().note_collective();
+    }
     const size_t slice = call.count * width_of(call.type);
     request.bytes = call.gives * slice;
     return comm->issue(call.name, {nullptr, request, (const char *)call.source, (char *)call.target, call.gets * slice},

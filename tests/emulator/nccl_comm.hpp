@@ -9,6 +9,7 @@
 #include <condition_variable>
 #include <functional>
 #include <random>
+#include <set>
 
 #include "cuda.h"
 #include "nccl_driver.hpp"
@@ -52,6 +53,10 @@ class Comm : public std::enable_shared_from_this<Comm> {
     // Begins to put an operation into a stream.
     Result issue(const char *call, Operation operation, Handle stream) {
         const auto launch = [this, operation, stream]() mutable {
+            const Result connection = connect(operation.request);
+            if (connection != SUCCESS) {
+                return connection;
+            }
             operation.comm = shared_from_this();
             operation.request.number = issued++;
             auto *argument = new Operation(operation);
@@ -272,6 +277,22 @@ class Comm : public std::enable_shared_from_this<Comm> {
         return result;
     }
 
+    // Connects at first use, as NCCL from 2.22 on: to a peer for messages of one direction, or to all ranks for collectives. It
+    // waits until they do so too.
+    Result connect(const Frame &use) {
+        const bool is_message = use.what == What::send || use.what == What::recv;
+        const bool sends = use.what == What::send;
+        if (!connected.insert({is_message ? use.peer : -1, sends}).second) {
+            return SUCCESS;
+        }
+        Frame request = {}, answer = {};
+        request.what = is_message ? What::connect : What::connect_all;
+        request.peer = is_message ? use.peer : 0;
+        request.key = sends;
+        Id none = {};
+        return call_roll(request, none, answer);
+    }
+
     // Asks something of all ranks together. `id` goes with the request and comes with the answer.
     Result call_roll(Frame request, Id &id, Frame &answer) {
         std::lock_guard control_lock(control_use);
@@ -365,6 +386,8 @@ class Comm : public std::enable_shared_from_this<Comm> {
     // Operations that were put into streams, that have ended, and that are going on.
     uint64_t issued = 0, done = 0;
     int running = 0;
+    // Peers and directions of messages that are connected, and {-1, false} once all ranks are for collectives.
+    std::set<std::pair<int, bool>> connected;
     Job job;
     // One that is being made from this one.
     std::shared_ptr<Comm> part;

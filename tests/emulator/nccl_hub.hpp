@@ -249,6 +249,24 @@ class Hub {
     // What all ranks do together without a stream.
     void call_roll() {
         const Line *first = nullptr;
+        // Two ranks that connect to each other, as NCCL does at the first send and receive between them.
+        bool connects = false;
+        for (const auto &[rank, line] : control) {
+            if (!line->asks || line->request.what != What::connect) {
+                continue;
+            }
+            Line *const other = control[line->request.peer];
+            if (other->asks && other->request.what == What::connect && other->request.peer == rank &&
+                other->request.key != line->request.key) {
+                line->answer({});
+                other->answer({});
+                continue;
+            }
+            connects = true;
+        }
+        if (connects) {
+            return;
+        }
         for (const auto &[rank, line] : control) {
             if (!line->asks) {
                 return;
@@ -261,7 +279,7 @@ class Hub {
         if (first->request.what == What::split) {
             return divide();
         }
-        has_finished = true;
+        has_finished = first->request.what != What::connect_all;
         for (const auto &[rank, line] : control) {
             line->answer({});
         }

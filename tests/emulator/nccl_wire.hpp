@@ -47,6 +47,8 @@ enum class What : int32_t {
     // On the line for control.
     split,
     finalize,
+    connect,
+    connect_all,
     // From the hub: an answer, or a word that was not asked for.
     answer,
     notice,

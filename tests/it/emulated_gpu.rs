@@ -115,6 +115,20 @@ fn the_doctor_finds_nothing_missing() {
     doctor.run().expect_exit(0).expect_stdout("libnccl.so.2, 2.28.9");
 }
 
+/// As after a reboot of a machine with NVSwitches, until its fabric manager runs. It trained on the processor without a word.
+#[test]
+#[ignore = "minutes of emulated GPUs: .ci/run emulated_gpu"]
+fn a_driver_that_does_not_start_is_not_taken_for_no_gpu() {
+    let job = job();
+    let launch = gpus(Emulator::built(), &job, 2).set("parallel.backend=auto");
+    launch
+        .env("EMULATOR_CUINIT", "802")
+        .target("tiny.yaml")
+        .run()
+        .expect_exit(2)
+        .expect_stderr("hint: the fabric manager of the GPUs does not run");
+}
+
 #[test]
 #[ignore = "minutes of emulated GPUs: .ci/run emulated_gpu"]
 fn losses_are_those_of_the_processor() {

@@ -319,7 +319,7 @@ impl Mesh {
             let mut members = pairs[pair].map(|coordinate| along[coordinate]);
             members.sort_unstable();
             let name = name(pair);
-            let comm = (self.world).split_for_ahead(&name, &members, Executor::Thread, ahead)?;
+            let comm = (self.world).split_for_messages(&name, &members, ahead)?;
             self.groups().push(Group {
                 members: members.to_vec(),
                 name,

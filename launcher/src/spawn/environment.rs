@@ -10,6 +10,8 @@ use crate::plan::LaunchPlan;
 
 const OMP_NUM_THREADS: &str = "OMP_NUM_THREADS";
 const VISIBLE_DEVICES: &str = "CUDA_VISIBLE_DEVICES";
+/// Hardware queues of a GPU. With the 8 of the default, a stream that waits for another rank can hold up one that computes.
+const MAX_CONNECTIONS: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
 const ASYNC_ERROR_HANDLING: &str = "TORCH_NCCL_ASYNC_ERROR_HANDLING";
 
 /// What all workers of one launcher have in common.
@@ -21,6 +23,8 @@ pub(crate) struct Common<'a> {
     pub(crate) marker: &'a str,
     /// Threads for OpenMP, unless the user set it.
     pub(crate) threads: usize,
+    /// They are `ddp-train`.
+    pub(crate) native: bool,
     /// The launcher draws a progress bar.
     pub(crate) progress_bar: bool,
     /// Every worker is local rank 0 and sees its own GPU only.
@@ -33,6 +37,7 @@ impl<'a> Common<'a> {
             inherited,
             marker,
             threads: threads_per_worker(plan.workers),
+            native: plan.command.native,
             progress_bar: plan.progress_bar,
             virtual_local_rank: plan.virtual_local_rank,
         }
@@ -44,6 +49,9 @@ pub(crate) fn of_worker(common: &Common<'_>, contract: &WorkerEnv) -> Vec<(OsStr
     let mut env: BTreeMap<OsString, OsString> = BTreeMap::new();
     env.insert(OMP_NUM_THREADS.into(), common.threads.to_string().into());
     env.insert(ASYNC_ERROR_HANDLING.into(), "1".into());
+    if common.native {
+        env.insert(MAX_CONNECTIONS.into(), "32".into());
+    }
     let inherited = common.inherited.iter().filter(|(name, _)| !is_scrubbed(name));
     env.extend(inherited.cloned());
     env.extend(
@@ -102,6 +110,7 @@ mod tests {
             inherited: &inherited,
             marker: "outer/me",
             threads: 3,
+            native: true,
             progress_bar: false,
             virtual_local_rank: false,
         };
@@ -129,6 +138,8 @@ mod tests {
     fn what_the_user_set_is_kept() {
         let env = env_of(&[(OMP_NUM_THREADS, "16")]);
         assert_eq!(env[OMP_NUM_THREADS], "16");
+        assert_eq!(env[MAX_CONNECTIONS], "32");
+        assert_eq!(env_of(&[(MAX_CONNECTIONS, "1")])[MAX_CONNECTIONS], "1");
         assert_eq!(env[ASYNC_ERROR_HANDLING], "1");
         let env = env_of(&[(ASYNC_ERROR_HANDLING, "3")]);
         assert_eq!(

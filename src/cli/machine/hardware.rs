@@ -61,12 +61,14 @@ pub struct Hardware {
 impl Hardware {
     /// The number of workers that `count` stands for.
     pub fn workers(&self, count: ProcCount) -> Result<u32, CliError> {
-        let gpus = || self.gpus().map(|gpus| gpus.len() as u32);
         match count {
             ProcCount::Fixed(n) => Ok(n),
             ProcCount::Cpu => Ok(usable_cores()),
-            ProcCount::Gpu => gpus().map_err(|why| CliError::NoGpu { why: why.to_string() }),
-            ProcCount::Auto => Ok(gpus().unwrap_or_else(|_| usable_cores())),
+            ProcCount::Gpu | ProcCount::Auto => match (count, self.gpus()) {
+                (_, Ok(gpus)) => Ok(gpus.len() as u32),
+                (ProcCount::Auto, Err(NoGpus::Absent(_))) => Ok(usable_cores()),
+                (_, Err(why)) => Err(CliError::NoGpu { why: why.to_string() }),
+            },
         }
     }
 
@@ -105,7 +107,7 @@ pub fn machine_cores() -> u32 {
 /// It is asked in a process of its own: the launcher stays free of its threads and memory, and a
 /// driver that crashes or hangs is one reason among others.
 fn ask_driver(visible: Option<&str>) -> Gpus {
-    if !has_device_nodes() {
+    if !cuda::has_device_nodes() {
         return Err(NoGpus::Absent(
             "no device file of a GPU such as `/dev/nvidia0` exists",
         ));
@@ -144,19 +146,6 @@ pub fn probe_gpus() -> ExitCode {
         Err(error) => Err(error.to_string().lines().next().unwrap_or_default().to_owned()),
     };
     serde_json::to_string(&answer).map_or(ExitCode::FAILURE, |line| give(line + "\n"))
-}
-
-/// WSL shows its GPUs through `/dev/dxg`.
-fn has_device_nodes() -> bool {
-    let Ok(entries) = std::fs::read_dir("/dev") else {
-        return false;
-    };
-    entries.flatten().any(|entry| {
-        let name = entry.file_name();
-        let name = name.to_string_lossy();
-        let number = name.strip_prefix("nvidia");
-        name == "dxg" || number.is_some_and(|n| !n.is_empty() && n.bytes().all(|b| b.is_ascii_digit()))
-    })
 }
 
 /// Standard output of this program's own invocation with `subcommand`, which must come within `timeout`. It sees the
@@ -261,16 +250,17 @@ mod tests {
         let two = machine("{\"Ok\":[\"0000:3B:00.0\",\"\"]}\n");
         assert_eq!(two.workers(ProcCount::Gpu).ok(), Some(2));
         assert_eq!(two.workers(ProcCount::Auto).ok(), Some(2));
-        for (answer, why) in [
-            ("{\"Ok\":[]}", "finds none"),
+        for (answer, why, on_cores) in [
+            ("{\"Ok\":[]}", "finds none", Some(usable_cores())),
             (
                 "{\"Err\":\"a stub\"}",
                 "no GPU is visible: a stub\n  hint: `ddp-train doctor`",
+                None,
             ),
-            ("", "crashed"),
+            ("", "crashed", None),
         ] {
             let none = machine(answer);
-            assert_eq!(none.workers(ProcCount::Auto).ok(), Some(usable_cores()));
+            assert_eq!(none.workers(ProcCount::Auto).ok(), on_cores, "{why}");
             let error = none.workers(ProcCount::Gpu).expect_err("none");
             assert!(error.to_string().contains(why), "{error}");
         }

@@ -8,7 +8,7 @@ use parking_lot::Mutex;
 
 use super::error::{CollectiveError, Failure, name};
 use super::operation::{Completion, Descriptor, Operation, ReduceOp, Request, Traffic, Work};
-use super::transport::{Transport, WireBytes};
+use super::transport::{Purpose, Transport, WireBytes};
 use super::wait::{Pending, Wait};
 use crate::device::{Arena, ArenaSpec, Buffer, Device, DeviceError, Event};
 use crate::session::Cancel;
@@ -172,7 +172,7 @@ impl Communicator {
     }
 
     /// When to stop waiting for an operation that starts now: its time-out, and some time for it to report that itself. Of a
-    /// group that is [split for operations ahead](Self::split_for_ahead) it is the time-out of one.
+    /// group that is [split for messages](Self::split_for_messages) it is the time-out of one.
     pub fn deadline(&self) -> Instant {
         Instant::now() + self.0.info.patience + GRACE
     }
@@ -226,33 +226,48 @@ impl Communicator {
     /// The subgroup of this rank. Every rank of the group must call it, each with the subgroup that it belongs to
     /// (ranks of this group, ascending), and with no operation in flight.
     pub fn split(&self, name: &str, members: &[usize], executor: Executor) -> Result<Self, CollectiveError> {
-        self.split_for_ahead(name, members, executor, 1)
+        let transport = self.split_transport(name, members, Purpose::Collectives)?;
+        Ok(self.subgroup(name, transport, executor, self.0.info.timeout))
     }
 
-    /// The same, for operations that are put in the queue while up to so many others are still to come before them: each
-    /// may take as many times the time-out. Who needs its result waits no longer than for any other: until
+    /// A subgroup of two ranks for messages, which are put in the queue while up to `ahead` others are still to come before
+    /// them: each may take as many times the time-out. Who needs its result waits no longer than for any other: until
     /// [`Communicator::deadline`].
-    pub fn split_for_ahead(
+    pub fn split_for_messages(
         &self,
         name: &str,
         members: &[usize],
-        executor: Executor,
         ahead: usize,
     ) -> Result<Self, CollectiveError> {
-        let transport = self.0.driver.lock().set_up("split", 0, name, |transport, wait| {
-            transport.split(name, members, wait)
-        })?;
-        let info = &*self.0.info;
+        let transport = self.split_transport(name, members, Purpose::Messages)?;
         let times = u32::try_from(ahead).unwrap_or(u32::MAX).max(1);
-        let timeout = info.timeout.saturating_mul(times).min(LONGEST);
+        let timeout = self.0.info.timeout.saturating_mul(times).min(LONGEST);
+        Ok(self.subgroup(name, transport, Executor::Thread, timeout))
+    }
+
+    fn split_transport(
+        &self,
+        name: &str,
+        members: &[usize],
+        purpose: Purpose,
+    ) -> Result<Box<dyn Transport>, CollectiveError> {
+        self.0.driver.lock().set_up("split", 0, name, |transport, wait| {
+            let mut part = transport.split(name, members, wait)?;
+            part.prepare(purpose, wait)?;
+            Ok(part)
+        })
+    }
+
+    fn subgroup(
+        &self,
+        name: &str,
+        transport: Box<dyn Transport>,
+        executor: Executor,
+        timeout: Duration,
+    ) -> Self {
+        let info = &*self.0.info;
         let bounds = ([timeout, info.patience], &info.cancel);
-        Ok(Self::over(
-            name,
-            transport,
-            executor,
-            bounds,
-            info.timeline.clone(),
-        ))
+        Self::over(name, transport, executor, bounds, info.timeline.clone())
     }
 
     /// Of the operations of this group and of its subgroups; closed until it is opened. The operations of a group of one

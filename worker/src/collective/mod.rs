@@ -28,5 +28,5 @@ pub(crate) use error::name;
 pub use error::{CollectiveError, Failure};
 pub use host::{RankInfo, connect};
 pub use operation::{Operation, ReduceOp, Request, StreamWork, Traffic, Work, WorkError};
-pub use transport::{SingleRank, Transport, WireBytes};
+pub use transport::{Purpose, SingleRank, Transport, WireBytes};
 pub use wait::Wait;

@@ -8,6 +8,15 @@ use super::operation::{Descriptor, Request, StreamWork, Traffic};
 use super::wait::Wait;
 use crate::device::{Arena, ArenaSpec, Device, Event, Held};
 
+/// What a group is made for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Purpose {
+    /// Operations of all its ranks.
+    Collectives,
+    /// Messages between its two ranks.
+    Messages,
+}
+
 /// How one group moves bytes. Calls come one at a time, in the same order on every rank.
 pub trait Transport: Send {
     /// Rank of this process in the group.
@@ -30,6 +39,12 @@ pub trait Transport: Send {
     /// A transport for some members, this rank among them, given as ranks of this group in ascending order. A
     /// collective call of all ranks of this group, each with its own subgroup.
     fn split(&mut self, name: &str, members: &[usize], wait: &Wait) -> Result<Box<dyn Transport>, Failure>;
+
+    /// Connects to the other ranks of the group for its purpose, where that would otherwise wait until the first operation. A
+    /// collective call.
+    fn prepare(&mut self, _purpose: Purpose, _wait: &Wait) -> Result<(), Failure> {
+        Ok(())
+    }
 
     /// Carries out one operation on the calling thread. `held` is the exclusive hold on the request's buffer meanwhile. Returns
     /// what this rank put on the wire, as [`WireBytes`] counts it. Not called where there is a stream.

@@ -10,7 +10,7 @@ use crate::collective::nccl::Nccl;
 use crate::config::{Backend, Precision, TrainConfig};
 use crate::device::cuda::{CudaDevice, CudaOptions, KernelCache, count_devices};
 use crate::device::{CpuDevice, Device, DeviceError};
-use crate::libraries::Version;
+use crate::libraries::{LibraryError, Version};
 use crate::session::Session;
 
 /// With this variable NCCL lets several ranks share a GPU, and so do we.
@@ -67,7 +67,18 @@ impl Situation {
     /// The decision. All ranks of a node decide alike, all nodes only if they have GPUs alike, which the check that
     /// ranks agree makes sure of.
     fn decide(&self) -> Result<Choice, TrainError> {
-        let (gpus, workers) = (*self.gpus.as_ref().unwrap_or(&0), self.local_world_size);
+        let gpus = match (&self.gpus, self.backend) {
+            (Ok(gpus), _) => *gpus,
+            (Err(DeviceError::Library(error)), _) if error.is_absence() => 0,
+            // Hours on the processor would be the worse surprise.
+            (Err(error), Backend::Auto) => {
+                return Err(TrainError::Refused(format!(
+                    "{error}; `parallel.backend: cpu` trains without GPUs"
+                )));
+            }
+            (Err(_), _) => 0,
+        };
+        let workers = self.local_world_size;
         let is_wanted = match self.backend {
             Backend::Cpu => false,
             Backend::Nccl => true,
@@ -97,7 +108,9 @@ impl Situation {
     fn needs_gpu(&self, key: &str) -> TrainError {
         let why = match (self.backend, &self.gpus) {
             (Backend::Cpu, _) => "`parallel.backend` is `cpu`".to_owned(),
-            (_, Ok(_)) => "the driver reports no GPU".to_owned(),
+            (_, Ok(_)) => {
+                "the driver reports no GPU\n  hint: check `nvidia-smi` and CUDA_VISIBLE_DEVICES".to_owned()
+            }
             (_, Err(error)) => error.to_string(),
         };
         TrainError::Refused(format!("`{key}` needs a GPU: {why}"))
@@ -122,8 +135,8 @@ impl Choice {
         } else {
             count_devices()
         };
-        if let (Backend::Auto, Err(DeviceError::Library(error))) = (backend, &gpus)
-            && !error.is_absence()
+        if let (Backend::Auto, Err(DeviceError::Library(error @ LibraryError::Stub { .. }))) =
+            (backend, &gpus)
         {
             warn(&format!("no GPU is used: {error}"));
         }
@@ -211,16 +224,32 @@ mod tests {
     }
 
     #[test]
-    fn a_driver_that_does_not_start_leaves_the_processor() {
-        let mut without = situation(Backend::Auto, 0);
-        without.gpus = Err(DeviceError::Upstream("no driver".to_owned()));
-        assert_eq!(gpu(&without), None);
-        let mut asked_for = situation(Backend::Nccl, 0);
-        asked_for.gpus = Err(DeviceError::Upstream("no driver".to_owned()));
-        assert_eq!(
-            refusal(&asked_for),
-            "`parallel.backend: nccl` needs a GPU: no driver"
-        );
+    fn a_driver_that_does_not_start_is_an_error_unless_the_processor_is_asked_for() {
+        let fails = || DeviceError::Driver {
+            doing: "cannot initialise the CUDA driver `libcuda.so.1`".to_owned(),
+            cause: "CUDA_ERROR_SYSTEM_NOT_READY: system not yet initialized".to_owned(),
+            hint: "the fabric manager does not run".to_owned(),
+        };
+        let broken = |backend| Situation {
+            gpus: Err(fails()),
+            ..situation(backend, 0)
+        };
+        insta::assert_snapshot!(refusal(&broken(Backend::Auto)), @r"
+        cannot initialise the CUDA driver `libcuda.so.1`: CUDA_ERROR_SYSTEM_NOT_READY: system not yet initialized
+          hint: the fabric manager does not run; `parallel.backend: cpu` trains without GPUs
+        ");
+        insta::assert_snapshot!(refusal(&broken(Backend::Nccl)), @r"
+        `parallel.backend: nccl` needs a GPU: cannot initialise the CUDA driver `libcuda.so.1`: CUDA_ERROR_SYSTEM_NOT_READY: system not yet initialized
+          hint: the fabric manager does not run
+        ");
+        let stub = LibraryError::Stub {
+            path: "stubs/libcuda.so.1".into(),
+        };
+        let absent = Situation {
+            gpus: Err(stub.into()),
+            ..situation(Backend::Auto, 0)
+        };
+        assert_eq!(gpu(&absent), None);
     }
 
     #[test]

@@ -39,7 +39,9 @@ fn evaluated(job: &Job) -> f64 {
     let tokenizer = run.tokenizer(None).unwrap();
     let model = load(job, run.precision());
     let data = run.validation(&tokenizer, model.config.block_size).unwrap();
-    let evaluated = model.evaluate(&data, u64::MAX, run.micro_batch(), &mut |_, _| {}).unwrap();
+    let evaluated = model
+        .evaluate(&data, u64::MAX, run.micro_batch(), &mut |_, _| {})
+        .unwrap();
     assert_eq!(
         evaluated.bits_per_byte(),
         Some(evaluated.loss / std::f64::consts::LN_2)

@@ -16,7 +16,8 @@ use parking_lot::Mutex;
 
 use super::library::{CommAddress, Handle};
 use crate::collective::error::Failure;
-use crate::collective::operation::{Descriptor, Operation, Request, StreamWork, slice};
+use crate::collective::operation::{Descriptor, Operation, Request, StreamWork, Traffic, slice};
+use crate::collective::transport::Purpose;
 use crate::collective::wait::Wait;
 use crate::device::cuda::CudaDevice;
 use crate::device::{Arena, ArenaSpec, Buffer, DType, Device, DeviceError, Event, Stream};
@@ -187,10 +188,9 @@ impl Waiting for Comm {
             what: format!("{} of `{}`, {},", oldest.name, self.membership.name, oldest.phase),
             waited: oldest.since.elapsed(),
             // NCCL does not say which of them has not come.
-            ranks: if oldest.phase == OperationPhase::Running {
-                self.membership.others()
-            } else {
-                Vec::new()
+            ranks: match oldest.phase {
+                OperationPhase::Queued => Vec::new(),
+                _ => self.membership.others(),
             },
         })
     }
@@ -244,6 +244,36 @@ impl Comm {
         self.handle.lock().as_ref().ok_or_else(left)?.part(address)
     }
 
+    /// Carries one element to every rank with which an operation will exchange something, and waits for it. NCCL connects
+    /// to a rank in the first call for it, which returns only when that rank has made such a call too. Two ranks of a
+    /// pipeline, each with a receive to post before the other's send, would wait for ever.
+    pub(super) fn connect(&self, purpose: Purpose, wait: &Wait) -> Result<(), Failure> {
+        let operations = match (purpose, self.membership.rank) {
+            (Purpose::Collectives, _) => vec![Operation::Barrier],
+            (Purpose::Messages, 0) => vec![Operation::Send { to: 1 }, Operation::Recv { from: 1 }],
+            (Purpose::Messages, _) => vec![Operation::Recv { from: 0 }, Operation::Send { to: 0 }],
+        };
+        self.stream.bind()?;
+        for operation in operations {
+            let request = Request {
+                operation,
+                buffer: self.token.whole(),
+                traffic: Traffic::Other,
+                tag: "connect".into(),
+            };
+            self.issue(None, &request, wait)?;
+        }
+        let done = self.stream.record();
+        loop {
+            if let Some(outcome) = done.poll() {
+                return Ok(outcome?);
+            }
+            self.check_alive(None)?;
+            wait.check(|| self.membership.others())?;
+            std::thread::sleep(REST);
+        }
+    }
+
     /// A subgroup, which is left before this communicator.
     pub(super) fn add_subgroup(&self, subgroup: &Arc<Self>) {
         self.subgroups.lock().push(Arc::downgrade(subgroup));
@@ -283,14 +313,13 @@ impl Comm {
         } else {
             request
         };
-        self.issue(sequence, request, wait)?;
+        self.recorder.lock().called(sequence, request, Instant::now());
+        self.issue(Some(sequence), request, wait)?;
         let events = OperationEvents {
             started,
             done: self.stream.record(),
         };
-        self.recorder
-            .lock()
-            .enqueued(sequence, request, events.clone(), Instant::now());
+        self.recorder.lock().enqueued(events.clone(), Instant::now());
         Ok(Arc::new(NcclWork {
             comm: self.clone(),
             sequence,
@@ -299,14 +328,14 @@ impl Comm {
         }))
     }
 
-    fn issue(&self, sequence: u64, request: &Request, wait: &Wait) -> Result<(), Failure> {
+    fn issue(&self, sequence: Option<u64>, request: &Request, wait: &Wait) -> Result<(), Failure> {
         let Membership { rank, members, .. } = &self.membership;
         let own = slice(request.buffer.len(), members.len(), *rank);
         let base = self.stream.gpu().address(&request.buffer)?.as_ptr();
         let stream = self.stream.gpu().raw_stream(self.stream.stream)?.cast();
-        self.call(Some(sequence), wait, |handle| {
-            // SAFETY: the address is that of a buffer of the device. The recorder keeps it until the stream has
-            // passed the operation; where that is never seen, `Drop` keeps it for ever unless the communicator was
+        self.call(sequence, wait, |handle| {
+            // SAFETY: the address is that of a buffer of the device. The recorder, or this communicator for its token,
+            // keeps it until the stream has passed the operation; where that is never seen, `Drop` keeps it for ever unless the communicator was
             // aborted or left. If the call fails, the device keeps its memory from then on (`fail`). The stream is the
             // device's, which `self.stream` keeps.
             unsafe { handle.issue(request, &own, base, stream) }
@@ -546,6 +575,8 @@ impl OperationEvents {
 /// How far an operation has come, as the host has seen it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum OperationPhase {
+    /// The call that puts it into the stream goes on: NCCL connects to the other ranks.
+    Connecting,
     /// It waits for operations before it, or for its input.
     Queued,
     /// It runs, or waits for the other ranks.
@@ -558,6 +589,7 @@ pub(super) enum OperationPhase {
 impl fmt::Display for OperationPhase {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(match self {
+            Self::Connecting => "connecting",
             Self::Queued => "queued",
             Self::Running => "running",
             Self::Done => "done",
@@ -595,7 +627,8 @@ struct RecordedOperation {
     operation: String,
     tag: String,
     bytes: usize,
-    events: OperationEvents,
+    /// Once it is in the stream.
+    events: Option<OperationEvents>,
     /// Kept while it is in flight.
     memory: Option<Buffer>,
     phase: OperationPhase,
@@ -605,26 +638,35 @@ struct RecordedOperation {
 }
 
 impl FlightRecorder {
-    /// An operation was put into the stream.
-    fn enqueued(&mut self, sequence: u64, request: &Request, events: OperationEvents, now: Instant) {
+    /// NCCL is about to be called.
+    fn called(&mut self, sequence: u64, request: &Request, now: Instant) {
         self.in_flight.push_back(RecordedOperation {
             sequence,
             operation: request.operation.to_string(),
             tag: request.tag.clone(),
             bytes: request.buffer.bytes(),
-            events,
+            events: None,
             memory: Some(request.buffer.clone()),
-            phase: OperationPhase::Queued,
+            phase: OperationPhase::Connecting,
             since: now,
             ran: Duration::ZERO,
         });
     }
 
+    /// The operation that was called last is in the stream.
+    fn enqueued(&mut self, events: OperationEvents, now: Instant) {
+        let last = self.in_flight.back_mut().expect("it was called before");
+        (last.events, last.phase, last.since) = (Some(events), OperationPhase::Queued, now);
+    }
+
     /// Polls the stream. Operations end in order, so only the first that has not is polled.
     fn update(&mut self, now: Instant) {
         while let Some(first) = self.in_flight.front_mut() {
-            let ended = first.events.poll();
-            if first.phase == OperationPhase::Queued && first.events.started.poll() == Some(Ok(())) {
+            let Some(events) = &first.events else {
+                return;
+            };
+            let ended = events.poll();
+            if first.phase == OperationPhase::Queued && events.started.poll() == Some(Ok(())) {
                 (first.phase, first.since) = (OperationPhase::Running, now);
             }
             let Some(ended) = ended else {
@@ -638,7 +680,10 @@ impl FlightRecorder {
                 self.adrift.extend(entry.memory.take());
             } else {
                 entry.phase = OperationPhase::Done;
-                let ran = entry.events.interval().length();
+                let ran = entry
+                    .events
+                    .as_ref()
+                    .and_then(|events| events.interval().length());
                 entry.ran = ran.unwrap_or_else(|| now.saturating_duration_since(entry.since));
             }
             drop(entry.memory.take());
@@ -667,14 +712,12 @@ impl FlightRecorder {
         let mut text = String::new();
         for entry in self.ended.iter().chain(self.in_flight.iter().take(REMEMBERED)) {
             let time = match entry.phase {
-                OperationPhase::Queued | OperationPhase::Running => {
-                    now.saturating_duration_since(entry.since)
-                }
                 OperationPhase::Done | OperationPhase::Failed => entry.ran,
+                _ => now.saturating_duration_since(entry.since),
             };
             writeln!(
                 text,
-                "  #{:<6} {:<16} {:>12} bytes  {:<8} {:>10.1} ms  {}",
+                "  #{:<6} {:<16} {:>12} bytes  {:<10} {:>8.1} ms  {}",
                 entry.sequence,
                 entry.operation,
                 entry.bytes,
@@ -779,7 +822,8 @@ mod tests {
             traffic: Traffic::Grads,
             tag: format!("bucket {sequence}"),
         };
-        recorder.enqueued(sequence, &request, OperationEvents { started, done }, now);
+        recorder.called(sequence, &request, now);
+        recorder.enqueued(OperationEvents { started, done }, now);
         (start, end)
     }
 

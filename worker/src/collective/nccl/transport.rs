@@ -12,7 +12,7 @@ use super::watchdog::Watchdog;
 use crate::collective::error::Failure;
 use crate::collective::operation::Request;
 use crate::collective::operation::StreamWork;
-use crate::collective::transport::{SingleRank, Transport, check_members};
+use crate::collective::transport::{Purpose, SingleRank, Transport, check_members};
 use crate::collective::wait::StoreExchange;
 use crate::collective::wait::Wait;
 use crate::device::{Device, Event};
@@ -44,7 +44,11 @@ impl NcclTransport {
         let id = exchange_id(nccl, &world, store.as_ref(), &wait)?;
         let watchdog = Watchdog::start(store)?;
         let comm = Comm::make(world, stream, || Handle::init(nccl, id, size, rank));
-        let transport = comm.and_then(|comm| Self::ready(comm, watchdog.clone(), &wait));
+        let transport = comm.and_then(|comm| {
+            let mut transport = Self::ready(comm, watchdog.clone(), &wait)?;
+            transport.prepare(Purpose::Collectives, &wait)?;
+            Ok(transport)
+        });
         transport.inspect_err(|_| await_aborts(&watchdog, &name))
     }
 
@@ -84,6 +88,10 @@ impl Transport for NcclTransport {
         let subgroup = Self::ready(comm, self.watchdog.clone(), wait)?;
         self.comm.add_subgroup(&subgroup.comm);
         Ok(Box::new(subgroup))
+    }
+
+    fn prepare(&mut self, purpose: Purpose, wait: &Wait) -> Result<(), Failure> {
+        self.comm.connect(purpose, wait)
     }
 
     fn is_on_stream(&self) -> bool {

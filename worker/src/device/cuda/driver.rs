@@ -3,7 +3,7 @@
 #![allow(unsafe_code, reason = "calls of the CUDA driver")]
 
 use std::collections::BTreeMap;
-use std::ffi::{CStr, c_char, c_int};
+use std::ffi::{CStr, c_char, c_int, c_uint};
 use std::fmt;
 use std::ptr;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -202,9 +202,12 @@ impl Drop for CudaContext {
     }
 }
 
-/// Starts the driver, and counts the devices that `CUDA_VISIBLE_DEVICES` shows.
+/// Starts the driver, and counts the devices that `CUDA_VISIBLE_DEVICES` shows. A driver that starts only where there are
+/// devices finds none; any other that does not start is an error.
 pub fn count_devices() -> Result<usize, DeviceError> {
-    start()?;
+    if !starts()? {
+        return Ok(0);
+    }
     // SAFETY: the function writes one integer.
     let count = written(0, |count| unsafe { calls::device_count(count) });
     let count = count.map_err(|cause| driver_error("cannot count the GPUs".to_owned(), cause))?;
@@ -217,24 +220,43 @@ fn device_of(ordinal: usize) -> Result<sys::CUdevice, DriverError> {
     written(0, |device| unsafe { calls::device_get(device, ordinal as c_int) })
 }
 
-/// Loads the driver and initialises it, once a process.
-fn start() -> Result<(), DeviceError> {
-    static STARTED: OnceLock<Result<(), DeviceError>> = OnceLock::new();
-    STARTED
+/// Loads the driver and initialises it, once a process. False if it has no device.
+fn starts() -> Result<bool, DeviceError> {
+    static STARTS: OnceLock<Result<bool, DeviceError>> = OnceLock::new();
+    STARTS
         .get_or_init(|| {
             let library = calls::load()?;
             // SAFETY: may be called by any thread, at any time.
-            unsafe { calls::init(0) }.map_err(|cause| {
-                if cause.is(Code::CUDA_ERROR_STUB_LIBRARY) {
+            match unsafe { calls::init(0) } {
+                Ok(()) => Ok(true),
+                Err(cause) if cause.is(Code::CUDA_ERROR_NO_DEVICE) => Ok(false),
+                // Where the module of the kernel is not loaded.
+                Err(cause) if cause.is(Code::CUDA_ERROR_UNKNOWN) && !has_device_nodes() => Ok(false),
+                Err(cause) if cause.is(Code::CUDA_ERROR_STUB_LIBRARY) => {
                     let path = library.path().to_owned();
-                    DeviceError::Library(LibraryError::Stub { path })
-                } else {
-                    let file = library.path().display();
-                    driver_error(format!("cannot initialise the CUDA driver `{file}`"), cause)
+                    Err(DeviceError::Library(LibraryError::Stub { path }))
                 }
-            })
+                Err(cause) => {
+                    let file = library.path().display();
+                    let doing = format!("cannot initialise the CUDA driver `{file}`");
+                    Err(driver_error(doing, cause))
+                }
+            }
         })
         .clone()
+}
+
+/// True if there is the device file of a GPU, such as `/dev/nvidia0`. WSL shows its GPUs through `/dev/dxg`.
+pub fn has_device_nodes() -> bool {
+    let Ok(entries) = std::fs::read_dir("/dev") else {
+        return false;
+    };
+    entries.flatten().any(|entry| {
+        let name = entry.file_name();
+        let name = name.to_string_lossy();
+        let number = name.strip_prefix("nvidia");
+        name == "dxg" || number.is_some_and(|n| !n.is_empty() && n.bytes().all(|b| b.is_ascii_digit()))
+    })
 }
 
 /// The result of a query; none for "not yet".
@@ -274,7 +296,7 @@ pub(super) fn wait_until(
 
 /// An answer of the driver, in its own words.
 pub(super) fn driver_error(doing: String, error: DriverError) -> DeviceError {
-    let known = HINTS.iter().find(|(code, _)| error.is(*code));
+    let known = HINTS.iter().find(|(code, _)| error.0 == *code);
     let hint = match known {
         Some((_, hint)) => hint,
         None if is_of_a_kernel(error) => {
@@ -295,22 +317,41 @@ pub(super) fn driver_error_with(doing: String, error: DriverError, hint: String)
 }
 
 /// What to do about some errors.
-const HINTS: [(Code, &str); 5] = [
+const HINTS: [(c_uint, &str); 9] = [
     (
-        Code::CUDA_ERROR_NO_DEVICE,
-        "check `nvidia-smi` and CUDA_VISIBLE_DEVICES",
-    ),
-    (
-        Code::CUDA_ERROR_DEVICE_UNAVAILABLE,
+        Code::CUDA_ERROR_DEVICE_UNAVAILABLE as c_uint,
         "another process uses the GPU exclusively; see `nvidia-smi`",
     ),
-    (Code::CUDA_ERROR_NO_BINARY_FOR_GPU, NEWER_NVRTC),
-    (Code::CUDA_ERROR_UNSUPPORTED_PTX_VERSION, NEWER_NVRTC),
+    (Code::CUDA_ERROR_NO_BINARY_FOR_GPU as c_uint, NEWER_NVRTC),
+    (Code::CUDA_ERROR_UNSUPPORTED_PTX_VERSION as c_uint, NEWER_NVRTC),
     (
-        Code::CUDA_ERROR_ECC_UNCORRECTABLE,
+        Code::CUDA_ERROR_ECC_UNCORRECTABLE as c_uint,
         "the GPU's memory is damaged; see `nvidia-smi -q -d ECC`",
     ),
+    (
+        Code::CUDA_ERROR_PEER_ACCESS_UNSUPPORTED as c_uint,
+        "two GPUs cannot reach each other: see `nvidia-smi topo -p2p r`",
+    ),
+    (
+        Code::CUDA_ERROR_NVLINK_UNCORRECTABLE as c_uint,
+        "an NVLink has failed: see `nvidia-smi nvlink -e`, and reset the GPU",
+    ),
+    (
+        CONTAINED,
+        "an error in a GPU's memory has ended its processes; see `nvidia-smi -q -d ECC`",
+    ),
+    (
+        Code::CUDA_ERROR_SYSTEM_NOT_READY as c_uint,
+        "the fabric manager of the GPUs does not run: `systemctl start nvidia-fabricmanager`, and see `nvidia-smi -q`",
+    ),
+    (
+        Code::CUDA_ERROR_SYSTEM_DRIVER_MISMATCH as c_uint,
+        "the driver's library and its kernel module differ in version: reboot after a driver update",
+    ),
 ];
+
+/// `CUDA_ERROR_CONTAINED`, of later versions of the header.
+const CONTAINED: c_uint = 226;
 
 const NEWER_NVRTC: &str =
     "NVRTC is newer than the driver: install one of the driver's CUDA version (`ddp-train doctor`)";

@@ -28,7 +28,7 @@ mod nvrtc;
 mod stream;
 
 pub use device::CudaDevice;
-pub use driver::{CudaContext, GpuFacts, Reach, Survey, count_devices};
+pub use driver::{CudaContext, GpuFacts, Reach, Survey, count_devices, has_device_nodes};
 pub use launch::{CudaOptions, Grid, LaunchContext};
 pub use matmul::{Operand, Product};
 pub use memory::{DeviceMemory, DevicePtr};
