@@ -18,6 +18,7 @@ use ddp_worker::config::{self, Located, Resume, Run, Source};
 pub use ddp_worker::config::{Backend, Precision, Strategy, TrainConfig};
 use ddp_worker::device::DeviceError;
 pub use ddp_worker::device::cuda;
+pub use ddp_worker::inference::RunSettings;
 pub use ddp_worker::libraries;
 pub use ddp_worker::mesh::Axis;
 use ddp_worker::mesh::check_tensor_groups;

@@ -131,6 +131,24 @@ fn train_on_two_nodes(endpoint: &str) -> Vec<f64> {
     losses(&job.out())
 }
 
+/// The products of these ranks round in other places.
+#[test]
+fn muon_keeps_ranks_on_unlike_processors_equal() {
+    let job = TinyJob::new();
+    let port = ReservedPort::new();
+    let node = |rank: &str, isa: &str| {
+        let node = launch().nproc(1).node_of(2, &port.endpoint, "unlike");
+        let node = node.flag("--node-rank", rank).env("DDP_ISA", isa).dir(job.dir());
+        let muon = node
+            .flag("--set", "train.optimizer.kind=muon")
+            .flag("--set", "train.verify_every=1");
+        muon.target("tiny.yaml").start()
+    };
+    let (one, other) = (node("0", ""), node("1", "baseline"));
+    one.finish().expect_exit(0);
+    other.finish().expect_exit(0);
+}
+
 #[test]
 fn an_instruction_set_can_be_named_and_one_that_is_missing_is_refused() {
     let with = |isa: &str| {

@@ -119,7 +119,7 @@ impl Weights {
 
     /// Its `config.json`.
     fn settings(&self) -> Vec<u8> {
-        let settings = Published::of(self.model.kind).settings(&self.model, 16);
+        let settings = Published::of(self.model.kind).settings(&self.model, 16, None);
         settings.to_string().into_bytes()
     }
 

@@ -15,12 +15,33 @@ use crate::model::{Decoder, Published, Region};
 const MODEL: &str = "model.safetensors";
 /// Name of the configuration, as other tools expect it.
 const CONFIG: &str = "config.json";
+/// Name of the tokenizer, as other tools expect it.
+const TOKENIZER: &str = "tokenizer.json";
+/// Says which class reads [`TOKENIZER`] as it is; that of a model's kind would add tokens.
+const TOKENIZER_CONFIG: (&str, &str) = (
+    "tokenizer_config.json",
+    "{\"tokenizer_class\": \"PreTrainedTokenizerFast\"}\n",
+);
 
-/// Writes the parameters of a checkpoint as one `model.safetensors`, with a `config.json`, to the new folder
-/// `target`, which appears when it is whole. GPT-2 and Llama have the names, shapes and settings of Hugging Face
+/// What an export tells of the tokens.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ExportedTokenizer {
+    /// Content of the run's `tokenizer.json`; none: it has no such file.
+    pub json: Option<Vec<u8>>,
+    /// The token before each text, by which the model also ends a text, if it is known.
+    pub end_of_text: Option<u32>,
+}
+
+/// Writes the parameters of a checkpoint as one `model.safetensors`, with a `config.json` and a `tokenizer.json`, to the new
+/// folder `target`, which appears when it is whole. GPT-2 and Llama have the names, shapes and settings of Hugging Face
 /// ([`Published`]); [`crate::pretrained`] reads them back. Memory is bounded by a few megabytes; every hash is checked on
 /// the way.
-pub fn export(storage: &dyn Storage, source: &Reader, target: &Path) -> Result<(), CheckpointError> {
+pub fn export(
+    storage: &dyn Storage,
+    source: &Reader,
+    target: &Path,
+    tokenizer: &ExportedTokenizer,
+) -> Result<(), CheckpointError> {
     if target.symlink_metadata().is_ok() {
         return Err(CheckpointError::Occupied {
             path: target.to_owned(),
@@ -29,7 +50,7 @@ pub fn export(storage: &dyn Storage, source: &Reader, target: &Path) -> Result<(
     source.check_model()?;
     let temporary = beside(target)?;
     storage.run(DiskStep::CreateFolder(&temporary))?;
-    let written = export_to(storage, source, &temporary).and_then(|()| {
+    let written = export_to(storage, source, &temporary, tokenizer).and_then(|()| {
         storage.run(DiskStep::SyncFolder(&temporary))?;
         storage.run(DiskStep::Rename(&temporary, target))?;
         storage.run(DiskStep::SyncFolder(parent(target)))
@@ -41,7 +62,12 @@ pub fn export(storage: &dyn Storage, source: &Reader, target: &Path) -> Result<(
     written
 }
 
-fn export_to(storage: &dyn Storage, source: &Reader, folder: &Path) -> Result<(), CheckpointError> {
+fn export_to(
+    storage: &dyn Storage,
+    source: &Reader,
+    folder: &Path,
+    tokenizer: &ExportedTokenizer,
+) -> Result<(), CheckpointError> {
     let model = source.model_config()?;
     let (published, decoder) = (Published::of(model.kind), Decoder::of(&model));
     let (mut files, mut sources) = (Vec::new(), Vec::new());
@@ -64,7 +90,13 @@ fn export_to(storage: &dyn Storage, source: &Reader, folder: &Path) -> Result<()
     }
     let fill = |index: usize, part: &mut PartWriter<'_>| copy(source, &sources[index], part);
     write_part(storage, &folder.join(MODEL), &files, fill)?;
-    let settings = published.settings(&model, model.vocab_size.unwrap_or_default());
+    if let Some(json) = &tokenizer.json {
+        let (name, class) = TOKENIZER_CONFIG;
+        write_file(storage, &folder.join(TOKENIZER), json)?;
+        write_file(storage, &folder.join(name), class.as_bytes())?;
+    }
+    let vocab = model.vocab_size.unwrap_or_default();
+    let settings = published.settings(&model, vocab, tokenizer.end_of_text);
     write_file(
         storage,
         &folder.join(CONFIG),

@@ -219,9 +219,10 @@ impl TensorRecord {
         Region::whole(&self.shape).elements()
     }
 
-    /// The ranges of all regions.
-    pub fn ranges(&self) -> impl Iterator<Item = &RangeRecord> {
-        self.regions.iter().flat_map(|region| &region.ranges)
+    /// The ranges of all regions, with their region.
+    pub fn ranges(&self) -> impl Iterator<Item = (&Region, &RangeRecord)> {
+        let regions = self.regions.iter();
+        regions.flat_map(|RegionRecord { region, ranges }| ranges.iter().map(move |range| (region, range)))
     }
 
     /// Sorts the regions of a tensor and their ranges, and checks that each element is in exactly one range; the error

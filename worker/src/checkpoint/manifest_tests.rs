@@ -39,7 +39,7 @@ fn check_ranges(shape: &[u64], ranges: &[(u64, u64)]) -> Result<Vec<u64>, String
     let whole = Region::whole(shape).bounds().to_vec();
     let mut tensor = tensor(shape, vec![(whole, ranges)]);
     tensor.check()?;
-    Ok(tensor.ranges().map(|p| p.start).collect())
+    Ok(tensor.ranges().map(|(_, range)| range.start).collect())
 }
 
 /// Each box in one range.

@@ -29,7 +29,7 @@ mod tests;
 mod writer;
 
 pub use error::CheckpointError;
-pub use export::export;
+pub use export::{ExportedTokenizer, export};
 pub use folder::{
     delete_all, delete_unfinished, file_stem, latest_step, point_latest, retain, run_of, step_name,
     step_to_go_on_from, steps_before,

@@ -396,7 +396,7 @@ impl Extent {
     }
 
     /// Name of the entry in the file.
-    fn entry(&self) -> Result<String, CheckpointError> {
+    pub(super) fn entry(&self) -> Result<String, CheckpointError> {
         self.check()?;
         if self.tensor.to_string().contains(['@', '[']) {
             return Err(self.misused());

@@ -13,9 +13,7 @@ use parking_lot::Mutex;
 
 use super::error::type_and_shape;
 use super::folder::{self, LATEST, MANIFEST};
-use super::manifest::{
-    FileRecord, Manifest, RangeRecord, RegionRecord, TensorKind, TensorName, TensorRecord,
-};
+use super::manifest::{FileRecord, Manifest, RangeRecord, TensorKind, TensorName, TensorRecord};
 use super::part::{Extent, Header, dtype_on_disk, read_header};
 use super::{CheckpointError, storage};
 use crate::config::{self, OptimizerConfig};
@@ -315,39 +313,34 @@ impl Reader {
 
     /// All that files hold of a tensor.
     fn stored<'a>(&'a self, tensor: &'a TensorRecord) -> impl Iterator<Item = StoredRange<'a>> {
-        tensor
-            .regions
-            .iter()
-            .flat_map(move |RegionRecord { region, ranges }| {
-                ranges.iter().map(move |range| {
-                    let data = &self.files[&range.file];
-                    // Opening the checkpoint has checked that it exists.
-                    let (start, end) = data
-                        .header
-                        .metadata
-                        .info(&range.entry)
-                        .map_or((0, 0), |e| e.data_offsets);
-                    StoredRange {
-                        tensor,
-                        region,
-                        range,
-                        data,
-                        offset: data.header.data + start as u64,
-                        bytes: (end - start) as u64,
-                    }
-                })
-            })
+        tensor.ranges().map(|(region, range)| {
+            let data = &self.files[&range.file];
+            // Opening the checkpoint has checked that it exists.
+            let (start, end) = data
+                .header
+                .metadata
+                .info(&range.entry)
+                .map_or((0, 0), |e| e.data_offsets);
+            StoredRange {
+                tensor,
+                region,
+                range,
+                data,
+                offset: data.header.data + start as u64,
+                bytes: (end - start) as u64,
+            }
+        })
     }
 
-    /// Each range has an entry of its own: else a tensor could be many times larger than its file.
+    /// Each range has the entry of its tensor, region and elements: no two have the same.
     fn check_ranges(&self) -> Result<(), CheckpointError> {
-        let mut entries = HashSet::new();
         for tensor in &self.manifest.tensors {
-            for range in tensor.ranges() {
+            for (region, range) in tensor.ranges() {
                 self.check_range(tensor, range)?;
                 let RangeRecord { file, entry, .. } = range;
-                if !entries.insert((file, entry)) {
-                    let what = format!("entry `{entry}` of `{file}` is listed twice");
+                let expected = Extent::of(tensor, region.clone(), range.start..range.end).entry()?;
+                if *entry != expected {
+                    let what = format!("entry `{entry}` of `{file}` is listed as `{expected}`");
                     return Err(CheckpointError::damaged(&self.path.join(MANIFEST), what));
                 }
             }

@@ -6,9 +6,10 @@ use std::sync::Arc;
 use serde_json::Value;
 
 use super::InferenceError;
-use crate::checkpoint::{Reader, State, TOKENIZER_FILE};
+use crate::checkpoint::{ExportedTokenizer, Reader, State, TOKENIZER_FILE};
 use crate::config::{self, Paths, Precision, TokenDtype, Tokenizer};
-use crate::data::{DataError, Dataset, Tokens, Vocabulary};
+use crate::data::{DataError, Dataset, Tokens, Vocabulary, read_tokenizer};
+use crate::tokenize::Encoder;
 
 /// The settings of a run in its checkpoint.
 #[derive(Clone, Copy)]
@@ -73,6 +74,19 @@ impl<'a> RunSettings<'a> {
         Ok(tokenizer)
     }
 
+    /// The run's tokenizer for other tools.
+    pub fn exported_tokenizer(self) -> Result<ExportedTokenizer, InferenceError> {
+        let tokenizer = self.tokenizer(None)?;
+        let json = match &tokenizer {
+            Tokenizer::File(path) => Some(read_tokenizer(path)?),
+            Tokenizer::Bytes | Tokenizer::Gpt2 => None,
+        };
+        Ok(ExportedTokenizer {
+            json,
+            end_of_text: Encoder::new(&tokenizer, None)?.end_of_text,
+        })
+    }
+
     /// The data that the run validates on.
     pub fn validation(self, tokenizer: &Tokenizer, block_size: usize) -> Result<Tokens, InferenceError> {
         let refused = |what: String| InferenceError::Refused(format!("{what}{NO_DATA}"));
@@ -131,4 +145,42 @@ pub fn open_tokens(
     dtype: Option<TokenDtype>,
 ) -> Result<Tokens, DataError> {
     Tokens::open(paths, tokenizer, dtype, &Arc::new(Vocabulary::of(tokenizer)?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn exported(data: &Value) -> Result<ExportedTokenizer, InferenceError> {
+        let state = serde_json::json!({
+            "step": 4, "consumed_samples": 8, "skipped": 0, "rng": { "seed": 1, "data_order": "v1" },
+            "config": { "data": data }, "data": "",
+        });
+        RunSettings(&serde_json::from_value(state).unwrap()).exported_tokenizer()
+    }
+
+    #[test]
+    fn an_export_gets_the_tokenizer_of_the_run() {
+        let gpt2 = exported(&serde_json::json!({ "tokenizer": "gpt2" })).unwrap();
+        assert_eq!((gpt2.json, gpt2.end_of_text), (None, Some(50_256)));
+        let bytes = exported(&serde_json::json!({ "tokenizer": "bytes" })).unwrap();
+        assert_eq!(bytes, ExportedTokenizer::default());
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("tokenizer.json");
+        let json = r#"{"version": "1.0", "model": {"type": "WordLevel", "unk_token": "x", "vocab": {"x": 0, "</s>": 1}}}"#;
+        std::fs::write(&path, json).unwrap();
+        let file = Tokenizer::File(path.clone());
+        let identity = Vocabulary::of(&file).unwrap().identity(&file);
+        let recorded = serde_json::json!({ "tokenizer": identity, TOKENIZER_FILE: path });
+        let found = exported(&recorded).unwrap();
+        assert_eq!(found.json.as_deref(), Some(json.as_bytes()));
+        assert_eq!(found.end_of_text, Some(1));
+        std::fs::write(&path, json.replace('x', "y")).unwrap();
+        assert!(
+            exported(&recorded)
+                .unwrap_err()
+                .to_string()
+                .contains("has changed since the run")
+        );
+    }
 }

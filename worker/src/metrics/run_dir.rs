@@ -22,6 +22,9 @@ const HOLDER_PATIENCE: Duration = Duration::from_secs(3);
 /// By these names a folder is known to hold a run.
 const MARKS: &[&str] = &["checkpoints", "metrics.jsonl", "summary.json"];
 
+/// Folders of a run whose content is deleted.
+const FOLDERS: &[&str] = &["checkpoints", "timeline", "timeline/ranks", "tensorboard"];
+
 /// The folder of a run. On rank 0 it is kept from other jobs as long as this lives.
 #[derive(Debug)]
 pub struct RunDir {
@@ -291,6 +294,7 @@ impl RunDir {
         if run.resume != Resume::Never {
             Ok(FoundRun::Continued)
         } else if run.overwrite {
+            self.check_inside()?;
             Ok(FoundRun::Deleted)
         } else if self.was_stopped(run_id) {
             Ok(FoundRun::Continued)
@@ -329,6 +333,18 @@ impl RunDir {
     fn checkpoint(&self) -> Result<Option<u64>, RunFilesError> {
         checkpoint::step_to_go_on_from(&self.path)
             .map_err(|e| RunFilesError::io("read the latest checkpoint of", &self.path, &e))
+    }
+
+    /// Refuses to delete a run of which a part is elsewhere.
+    fn check_inside(&self) -> Result<(), RunFilesError> {
+        let mut folders = FOLDERS.iter().map(|name| self.path.join(name));
+        let Some(link) = folders.find(|folder| folder.is_symlink()) else {
+            return Ok(());
+        };
+        let link = link.display();
+        Err(RunFilesError::Refused(format!(
+            "`{link}` is a link, and `run.overwrite` deletes nothing outside of the directory of the run\n  hint: delete the link (`rm {link}`) and what it names yourself, or set a different `run.out_dir`"
+        )))
     }
 
     /// Deletes what a run writes, and nothing else that lies in the folder.

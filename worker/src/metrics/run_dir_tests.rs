@@ -256,6 +256,23 @@ fn a_run_is_resumed_from_its_latest_checkpoint_or_deleted() {
 }
 
 #[test]
+fn overwriting_follows_no_link_out_of_the_folder() {
+    let [folder, elsewhere] = [(), ()].map(|()| tempfile::tempdir().unwrap());
+    save(elsewhere.path(), 20);
+    let checkpoints = elsewhere.path().join("checkpoints");
+    std::os::unix::fs::symlink(&checkpoints, folder.path().join("checkpoints")).unwrap();
+    let mut run = run(folder.path());
+    run.overwrite = true;
+    let error = open(&run).unwrap_err().to_string();
+    assert!(
+        error.contains("checkpoints` is a link, and `run.overwrite` deletes nothing"),
+        "{error}"
+    );
+    assert_eq!(checkpoint::latest_step(elsewhere.path()).unwrap(), Some(20));
+    assert!(checkpoints.join("step_00000020").is_dir());
+}
+
+#[test]
 fn overwriting_deletes_no_checkpoint_of_somebody_else() {
     let folder = tempfile::tempdir().unwrap();
     let mut run = run(folder.path());

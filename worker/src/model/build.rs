@@ -195,6 +195,10 @@ impl Parts<'_> {
             init,
             decay: shape.len() > 1,
             group,
+            projections: match along {
+                Some((0, stretches)) => stretches.to_vec(),
+                _ => Vec::new(),
+            },
         });
         if !self.is_held {
             return ABSENT;

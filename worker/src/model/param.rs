@@ -65,6 +65,8 @@ pub struct ParamSpec {
     pub decay: bool,
     /// Group that it is gathered with.
     pub group: GroupId,
+    /// Rows of each projection that it fuses: Llama's queries, keys and values, or gate and up. Empty: it is one.
+    pub projections: Vec<usize>,
 }
 
 impl ParamSpec {
@@ -227,6 +229,7 @@ mod tests {
             init,
             decay: true,
             group: GroupId(0),
+            projections: Vec::new(),
         }
     }
 

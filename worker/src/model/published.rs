@@ -33,8 +33,6 @@ pub struct Published {
     pub positions: &'static [&'static str],
     /// Keys with the rate of dropout.
     pub dropout: &'static [&'static str],
-    /// Tokens that a run does not know, and for which transformers would take others.
-    pub unknown: &'static [&'static str],
 }
 
 /// A parameter of a layer whose rows are those of several tensors, one after the other.
@@ -139,7 +137,6 @@ const GPT2_TABLE: Published = Published {
     ],
     positions: &["n_positions", "n_ctx"],
     dropout: &["attn_pdrop", "embd_pdrop", "resid_pdrop"],
-    unknown: &[],
 };
 
 /// Ours alone: names and words are GPT-2's.
@@ -196,7 +193,6 @@ static LLAMA: Published = Published {
     ],
     positions: &["max_position_embeddings"],
     dropout: &["attention_dropout"],
-    unknown: &["bos_token_id", "eos_token_id"],
 };
 
 impl Published {
@@ -282,7 +278,7 @@ impl Published {
 
     /// The `config.json` of a model whose token embedding has `vocab` rows. Where the words of transformers have changed,
     /// these are the older ones, which all versions read.
-    pub fn settings(&self, model: &config::Model, vocab: usize) -> Value {
+    pub fn settings(&self, model: &config::Model, vocab: usize, end_of_text: Option<u32>) -> Value {
         let decoder = Decoder::of(model);
         let mut settings = Map::new();
         let mut set = |key: &str, value: Value| {
@@ -307,8 +303,9 @@ impl Published {
         for key in self.dropout {
             set(key, decimal(model.dropout));
         }
-        for key in self.unknown {
-            set(key, Value::Null);
+        // Where they are left out, transformers takes those of its own vocabulary.
+        for key in ["bos_token_id", "eos_token_id"] {
+            set(key, json!(end_of_text));
         }
         if let NormKind::Rms { epsilon } = decoder.norm {
             set(Self::EPSILON.0, epsilon.into());

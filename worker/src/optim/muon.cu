@@ -29,14 +29,12 @@ struct Blend {
     }
 };
 
-// The gradient is orthogonal: its factor does not matter. Constant: what it is multiplied by instead.
+// The gradient is orthogonal: its factor does not matter.
 struct Descend {
-    f32 gain;
-
-    __device__ __forceinline__ Descend(const f32 *c, const f32 *) : gain(c[0]) {}
+    __device__ __forceinline__ Descend(const f32 *, const f32 *) {}
 
     __device__ __forceinline__ void operator()(f32 &p, f32 grad, f32, f32 (&)[STATES], Rates rates) const {
-        p -= rates.lr * (gain * grad + rates.weight_decay * p);
+        p -= rates.lr * (grad + rates.weight_decay * p);
     }
 };
 

@@ -3,11 +3,12 @@
 //! For the matrices of a model's blocks; AdamW updates all other parameters. `m = μm + (1−μ)g; d = (1−μ)g + μm`, or
 //! `d = m` without Nesterov's momentum; `p −= lr·(0.2·√max(rows, columns)·orthogonal(d) + λp)`: with that factor (Liu et
 //! al. 2025; PyTorch's `match_rms_adamw`) learning rate and weight decay are those of AdamW. The mean of the gradients
-//! is AdamW's slot `exp_avg`; `exp_avg_sq` of a matrix stays zero.
+//! is AdamW's slot `exp_avg`; `exp_avg_sq` of a matrix stays zero. Of a parameter that fuses projections
+//! ([`ParamSpec::projections`]), each is a matrix of its own. Everything is in f32; PyTorch iterates in bf16.
 //!
-//! A shard of a matrix has no orthogonal form of its own: where ranks own parts of a matrix, they gather `d`, a unit of
-//! the sharding at a time, and each rank that owns a part makes the whole orthogonal and updates its part. So the bits
-//! are those of one rank. Everything is in f32; PyTorch iterates in bf16.
+//! The bits of a product depend on the processor. So one rank makes a matrix orthogonal and sends it to all that hold it
+//! or a part of it: those of a block at a time, each by another rank. Where ranks own parts of the matrices, they gather
+//! `d` first, a unit of the sharding at a time.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -22,7 +23,7 @@ use crate::ops::{
     CHUNK, ClipScale, LinearDweight, LinearForward, LinearShape, Op, Rates, Runs, SquaredNorm, Update,
     UpdateRule, WeightLayout,
 };
-use crate::parallel::{OwnPiece, ReduceError, Sharding};
+use crate::parallel::{OwnPiece, ReduceError, ReplicaSet, Sharding};
 
 /// Coefficients of the quintic polynomial `aX + (bA + cA²)X` with `A = XXᵀ`.
 const COEFFICIENTS: [f32; 3] = [3.4445, -4.7750, 2.0315];
@@ -38,19 +39,21 @@ pub(super) fn is_hidden_matrix(spec: &ParamSpec) -> bool {
     spec.global_shape.len() == 2 && Names::are_of_a_layer(&spec.key)
 }
 
-/// The matrices of which this rank owns a part, and memory to make one of them orthogonal.
+/// The matrices of the blocks, and memory to make one of them orthogonal.
 pub(super) struct Muon {
     device: Arc<dyn Device>,
-    /// Ranks that own the other parts; none where this rank owns everything.
-    comm: Option<Communicator>,
+    /// The ranks that hold the same matrices or parts of them.
+    holders: Communicator,
+    /// The ranks that own the parts of one copy; none where this rank owns everything.
+    shards: Option<Communicator>,
     momentum: Arc<UpdateRule>,
     gatherings: Vec<Gathering>,
-    /// `d` of what is gathered together.
+    /// `d` of what is gathered together, and then the update.
     direction: Buffer,
     orthogonal: Orthogonal,
 }
 
-/// Matrices whose `d` is gathered together: those of a unit of the sharding, or one that this rank has to itself.
+/// Matrices that are updated together: those of a unit of the sharding, or of a block.
 struct Gathering {
     name: String,
     /// Elements, padding included.
@@ -59,124 +62,149 @@ struct Gathering {
 }
 
 struct GatheredMatrix {
-    /// Rows and columns.
-    shape: [usize; 2],
+    /// Rows and columns of each projection.
+    shapes: Vec<[usize; 2]>,
     /// Its elements in what is gathered.
     home: Range<usize>,
-    /// What this rank owns of it: which elements, and where they are.
-    own: OwnPiece,
+    /// The rank among the holders that makes it orthogonal.
+    owner: usize,
+    /// What this rank updates of it: which elements, and where they are. None: it owns no part.
+    own: Option<OwnPiece>,
     rates: usize,
 }
 
 impl Muon {
-    /// For the matrices among `params`. Every rank of `comm` must call it.
+    /// For the matrices among `params`. Every rank of `set` must call it.
     pub(super) fn new(
         device: &Arc<dyn Device>,
-        (comm, sharding): (&Communicator, &Sharding),
+        (set, sharding): (&ReplicaSet, &Sharding),
         (params, groups): (&[ParamSpec], &ParamGroups),
         config: &OptimizerConfig,
     ) -> Result<Self, ReduceError> {
-        let is_sharded = sharding.world() > 1;
-        let gatherings = gatherings(sharding, params, groups);
+        let gatherings = gatherings(sharding, set.all.size(), params, groups);
         let lens = gatherings.iter().map(|gathering| gathering.len);
-        let most = lens.max().unwrap_or(0);
-        let spec = ArenaSpec::on_node("directions of matrices", DType::F32, most);
-        let direction = if is_sharded {
-            comm.alloc_shared(device, &spec)?
-        } else {
-            device.alloc(&ArenaSpec::private(spec.name, DType::F32, most))?
-        };
+        let spec = ArenaSpec::on_node("directions of matrices", DType::F32, lens.max().unwrap_or(0));
         let matrices = gatherings.iter().flat_map(|gathering| &gathering.matrices);
+        let shapes = matrices.flat_map(|matrix| matrix.shapes.iter().copied());
         Ok(Self {
-            orthogonal: Orthogonal::new(device, matrices.map(|matrix| matrix.shape))?,
+            orthogonal: Orthogonal::new(device, shapes)?,
+            direction: set.all.alloc_shared(device, &spec)?.whole(),
             device: device.clone(),
-            comm: is_sharded.then(|| comm.clone()),
+            holders: set.all.clone(),
+            shards: (sharding.world() > 1).then(|| set.reduce.clone()),
             momentum: muon_momentum(config.momentum(), config.nesterov()),
             gatherings,
-            direction: direction.whole(),
         })
     }
 
     /// Puts the update of all matrices on the stream. Returns the exchanges that it waits for. Every rank must call it.
     pub(super) fn step(&self, stream: Stream, memory: &StepMemory<'_>) -> Vec<Work> {
-        let mut exchanges = Vec::new();
-        for gathering in &self.gatherings {
-            let direction = self.direction.slice(0..gathering.len);
-            let momenta = gathering.matrices.iter().map(|matrix| {
-                let (place, elements) = (&matrix.own.place, &matrix.own.elements);
+        let (mut exchanges, rank) = (Vec::new(), self.holders.rank());
+        for Gathering { name, len, matrices } in &self.gatherings {
+            let direction = self.direction.slice(0..*len);
+            let own = |matrix: &GatheredMatrix| {
+                let OwnPiece { elements, place, .. } = matrix.own.clone()?;
                 let start = matrix.home.start;
-                let runs = Runs::uniform(elements.len(), Rates::new(0.0, 0.0));
+                Some((
+                    direction.slice(start + elements.start..start + elements.end),
+                    place,
+                ))
+            };
+            let momenta = matrices.iter().filter_map(own).map(|(direction, place)| {
+                let runs = Runs::uniform(direction.len(), Rates::new(0.0, 0.0));
                 let update = Update {
-                    param: direction.slice(start + elements.start..start + elements.end),
+                    param: direction,
                     copy: None,
-                    ..memory.update(&self.momentum, place, runs)
+                    ..memory.update(&self.momentum, &place, runs)
                 };
                 update.into()
             });
             self.device.enqueue_all(stream, momenta.collect());
-            if let Some(comm) = &self.comm {
-                let ready = self.device.record(stream);
-                let launch = Launch::after(ready, Traffic::Other, &gathering.name);
-                let work = comm.all_gather(&direction, launch);
-                work.wait_on(self.device.as_ref(), stream, comm.deadline());
-                exchanges.push(work);
-            }
-            for matrix in &gathering.matrices {
+            let launch = || Launch::after(self.device.record(stream), Traffic::Other, name);
+            let gathered = self
+                .shards
+                .iter()
+                .map(|shards| shards.all_gather(&direction, launch()));
+            exchanges.extend(self.awaited(stream, gathered.collect()));
+            for matrix in matrices.iter().filter(|matrix| matrix.owner == rank) {
                 let direction = direction.slice(matrix.home.clone());
-                let mut ops = self.orthogonal.of(&direction, matrix.shape);
-                ops.push(self.update(matrix, memory).into());
+                let ops = self.orthogonal.replace(&direction, &matrix.shapes);
                 self.device.enqueue_all(stream, ops);
             }
+            if self.holders.size() > 1 {
+                let sent = matrices.iter().map(|GatheredMatrix { home, owner, .. }| {
+                    let direction = direction.slice(home.clone());
+                    self.holders.broadcast(&direction, *owner, launch())
+                });
+                exchanges.extend(self.awaited(stream, sent.collect()));
+            }
+            let updates = matrices.iter().filter_map(|matrix| {
+                let (direction, place) = own(matrix)?;
+                let runs = Runs::uniform(direction.len(), memory.rates[matrix.rates]);
+                let update = Update {
+                    grad: direction,
+                    ..memory.update(&muon_descend(), &place, runs)
+                };
+                Some(update.into())
+            });
+            self.device.enqueue_all(stream, updates.collect());
         }
         exchanges
     }
 
-    /// The update of what this rank owns of the orthogonalised matrix.
-    fn update(&self, matrix: &GatheredMatrix, memory: &StepMemory<'_>) -> Update {
-        let OwnPiece { elements, place, .. } = &matrix.own;
-        let [rows, cols] = matrix.shape;
-        let gain = ADAMW_RMS * (rows.max(cols) as f64).sqrt();
-        let runs = Runs::uniform(elements.len(), memory.rates[matrix.rates]);
-        Update {
-            grad: self.orthogonal.x.slice(elements.clone()),
-            ..memory.update(&muon_descend(gain as f32), place, runs)
+    /// Exchanges that are under way: what follows on the stream comes after them.
+    fn awaited(&self, stream: Stream, exchanges: Vec<Work>) -> Vec<Work> {
+        for work in &exchanges {
+            work.wait_on(self.device.as_ref(), stream, self.holders.deadline());
         }
+        exchanges
     }
 }
 
-/// The matrices of which this rank owns a part, by what is gathered together. A unit that has matrices is gathered by all
-/// ranks, also by those that own none of them.
-fn gatherings(sharding: &Sharding, params: &[ParamSpec], groups: &ParamGroups) -> Vec<Gathering> {
-    let own = sharding.own_pieces();
-    let mut gatherings = Vec::new();
+/// The matrices by what is updated together, alike on all `ranks` that hold them.
+fn gatherings(
+    sharding: &Sharding,
+    ranks: usize,
+    params: &[ParamSpec],
+    groups: &ParamGroups,
+) -> Vec<Gathering> {
+    let (own, is_sharded) = (sharding.own_pieces(), sharding.world() > 1);
+    let (mut gatherings, mut owners) = (Vec::new(), (0..ranks).cycle());
     for unit in sharding.units() {
-        let hidden = |id: &&ParamId| is_hidden_matrix(&params[id.0]);
-        let mut matrices = Vec::new();
-        for id in unit.params.iter().filter(hidden) {
-            let Some(own) = own.iter().find(|piece| piece.param == *id) else {
-                continue;
+        let is_hidden = |id: &ParamId| is_hidden_matrix(&params[id.0]);
+        let hidden: Vec<ParamId> = unit.params.iter().copied().filter(is_hidden).collect();
+        let is_together = |a: &ParamId, b: &ParamId| is_sharded || params[a.0].group == params[b.0].group;
+        for ids in hidden.chunk_by(is_together) {
+            let home = |id: ParamId| sharding.unit_range(id).1;
+            let all = if is_sharded {
+                0..unit.whole.len()
+            } else {
+                home(ids[0]).start..home(ids[ids.len() - 1]).end
             };
-            let spec = &params[id.0];
-            matrices.push(GatheredMatrix {
-                shape: [spec.global_shape[0], spec.global_shape[1]],
-                home: sharding.unit_range(*id).1,
-                own: own.clone(),
+            let matrices = ids.iter().zip(&mut owners).map(|(&id, owner)| GatheredMatrix {
+                shapes: shapes(&params[id.0]),
+                home: home(id).start - all.start..home(id).end - all.start,
+                owner,
+                own: own.iter().find(|piece| piece.param == id).cloned(),
                 rates: groups.index(id.0),
             });
-        }
-        if sharding.world() > 1 && unit.params.iter().any(|id| hidden(&id)) {
-            let (name, len) = (format!("momentum of {}", unit.name), unit.whole.len());
-            gatherings.push(Gathering { name, len, matrices });
-        } else {
-            gatherings.extend(matrices.into_iter().map(|matrix| {
-                let len = matrix.home.len();
-                let home = 0..len;
-                let (name, matrices) = (String::new(), vec![GatheredMatrix { home, ..matrix }]);
-                Gathering { name, len, matrices }
-            }));
+            gatherings.push(Gathering {
+                name: format!("momentum from `{}`", params[ids[0].0].key),
+                len: all.len(),
+                matrices: matrices.collect(),
+            });
         }
     }
     gatherings
+}
+
+/// Rows and columns of the projections of a parameter, or its own.
+fn shapes(spec: &ParamSpec) -> Vec<[usize; 2]> {
+    let rows = match &spec.projections[..] {
+        [] => &spec.global_shape[..1],
+        projections => projections,
+    };
+    rows.iter().map(|rows| [*rows, spec.global_shape[1]]).collect()
 }
 
 /// Memory of the Newton–Schulz iterations.
@@ -222,6 +250,21 @@ impl Orthogonal {
             factor: scratch("factor of a matrix", 1)?,
             one,
         })
+    }
+
+    /// What replaces each projection of a parameter by its orthogonal form, times its gain.
+    fn replace(&self, parameter: &Buffer, projections: &[[usize; 2]]) -> Vec<Op> {
+        let (mut ops, mut end) = (Vec::new(), 0);
+        for &[rows, cols] in projections {
+            let start = end;
+            end += rows * cols;
+            let projection = parameter.slice(start..end);
+            ops.extend(self.of(&projection, [rows, cols]));
+            let gain = ADAMW_RMS * (rows.max(cols) as f64).sqrt();
+            let x = self.x.slice(0..rows * cols);
+            ops.push(blend((0.0, &projection), (gain as f32, &x), &self.one));
+        }
+        ops
     }
 
     /// What leaves the orthogonal form of `direction`, `[rows, cols]`, in `x`.
@@ -319,7 +362,7 @@ mod tests {
     use crate::config::ModelKind;
     use crate::config::OptimizerKind;
     use crate::device::CpuDevice;
-    use crate::model::{AxisRole, GroupId, Init};
+    use crate::model::{AxisRole, GroupId, Init, ParamId};
     use crate::optim::{Optimizer, StateMemory, UpdateStep};
     use crate::parallel::{ArenaShare, GradSpec, GradientLayout, LayoutConfig};
     use crate::session::Cancel;
@@ -426,6 +469,7 @@ mod tests {
             init: Init::Constant(0.0),
             decay: true,
             group: GroupId(0),
+            projections: Vec::new(),
         }
     }
 
@@ -440,7 +484,8 @@ mod tests {
         let layout = GradientLayout::new(specs.collect(), &order, &LayoutConfig::new(1)).unwrap();
         let sharding = Sharding::replicated(&layout);
         let home = StateMemory::on_device(device.clone());
-        let optimizer = Optimizer::new(home, (&solo(), &sharding), params, config).unwrap();
+        let set = ReplicaSet::of_all(solo());
+        let optimizer = Optimizer::new(home, (&set, &sharding), params, config).unwrap();
         let alloc = |name: &str, len| device.alloc(&ArenaSpec::private(name, DType::F32, len)).unwrap();
         let [weights, grads] = ["parameters", "gradients"].map(|name| alloc(name, layout.len()));
         let scale = alloc("scale", 1).whole();
@@ -480,12 +525,17 @@ mod tests {
     const DECAY: f64 = 0.5;
     const SCALE: f64 = 0.5;
 
+    /// Numbers from -1 to below 1, exact in f32, which `tests/parity/make_muon.py` computes too.
+    fn hash(i: usize) -> f64 {
+        ((i * 2_654_435_761) >> 16) as u16 as f64 / 32_768.0 - 1.0
+    }
+
     fn weight(i: usize) -> f64 {
-        (i % 7) as f64 * 0.25 - 0.5
+        hash(i) * 0.25
     }
 
     fn grad(i: usize) -> f64 {
-        (i * i % 23) as f64 - 9.0
+        hash(i + 1_000_000)
     }
 
     #[test]
@@ -518,6 +568,48 @@ mod tests {
                         "{rows} × {cols}: {found} instead of {expected}"
                     );
                 }
+            }
+        }
+    }
+
+    /// Made by `tests/parity/make_muon.py`.
+    #[test]
+    fn layers_of_gpt2_and_llama_are_updated_as_by_pytorch() {
+        let golden = include_str!("../../../tests/parity/muon.json");
+        let golden: serde_json::Value = serde_json::from_str(golden).unwrap();
+        for (kind, name) in [(ModelKind::Gpt2, "gpt2"), (ModelKind::Llama, "llama")] {
+            let model = crate::config::Model {
+                kind,
+                n_layer: 1,
+                n_head: if kind == ModelKind::Llama { 4 } else { 2 },
+                n_kv_head: (kind == ModelKind::Llama).then_some(2),
+                n_inner: (kind == ModelKind::Llama).then_some(12),
+                n_embd: 8,
+                block_size: 4,
+                ..crate::config::Model::default()
+            };
+            let params = crate::model::build(&model, 16).unwrap().params;
+            let config = OptimizerConfig {
+                kind: OptimizerKind::Muon,
+                weight_decay: DECAY as f32,
+                ..OptimizerConfig::default()
+            };
+            let [_, found] = trained(&params, &config);
+            let golden = golden[name].as_object().unwrap();
+            let hidden = params
+                .iter()
+                .zip(&found)
+                .filter(|(spec, _)| is_hidden_matrix(spec));
+            assert_eq!(hidden.clone().count(), golden.len());
+            for (spec, found) in hidden {
+                let expected: Vec<f64> = serde_json::from_value(golden[&spec.key].clone()).unwrap();
+                let differences = found
+                    .iter()
+                    .step_by(11)
+                    .zip(&expected)
+                    .map(|(a, b)| (a - b).abs());
+                let worst = differences.fold(0.0, f64::max);
+                assert!(worst < 1e-5, "{name}, `{}`: {worst}", spec.key);
             }
         }
     }

@@ -7,12 +7,12 @@ use super::muon::{Muon, is_hidden_matrix};
 use super::rates::{GroupRates, ParamGroups};
 use super::rules::{StepMemory, rule};
 use super::state_memory::{StateBytes, StateMemory};
-use crate::collective::{Communicator, Work};
+use crate::collective::Work;
 use crate::config::{OptimizerConfig, OptimizerKind};
 use crate::device::{ArenaSpec, Buffer, DType, DeviceError, Stream};
 use crate::model::{ParamId, ParamSpec};
 use crate::ops::{Cast, Rates, Runs, UpdateRule};
-use crate::parallel::{ArenaRanges, ArenaShare, OwnPiece, ReduceError, Sharding};
+use crate::parallel::{ArenaRanges, ArenaShare, OwnPiece, ReduceError, ReplicaSet, Sharding};
 
 /// State slots of a rule, the masters if parameters have any, and what is updated how.
 pub struct Optimizer {
@@ -50,11 +50,10 @@ pub struct UpdateStep {
 }
 
 impl Optimizer {
-    /// An optimizer of these parameters of a model, with state of zeros. `comm` are the ranks over which `sharding` is. Every rank must
-    /// call it.
+    /// An optimizer of these parameters of a model, with state of zeros. Every rank of `set` must call it.
     pub fn new(
         home: StateMemory,
-        (comm, sharding): (&Communicator, &Sharding),
+        (set, sharding): (&ReplicaSet, &Sharding),
         params: &[ParamSpec],
         config: &OptimizerConfig,
     ) -> Result<Self, ReduceError> {
@@ -63,7 +62,7 @@ impl Optimizer {
         let muon = match config.kind {
             OptimizerKind::Muon => {
                 let params = (params, &groups);
-                Some(Muon::new(home.device(), (comm, sharding), params, config)?)
+                Some(Muon::new(home.device(), (set, sharding), params, config)?)
             }
             _ => None,
         };
@@ -210,7 +209,7 @@ fn stretches(sharding: &Sharding, groups: &ParamGroups, included: impl Fn(ParamI
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::collective::{Executor, SingleRank};
+    use crate::collective::{Communicator, Executor, SingleRank};
     use crate::device::{CpuDevice, Device};
     use crate::model::{AxisRole, GroupId, Init};
     use crate::parallel::{GradSpec, GradientLayout, LayoutConfig};
@@ -234,6 +233,7 @@ mod tests {
             init: Init::Constant(0.0),
             decay,
             group: GroupId(0),
+            projections: Vec::new(),
         };
         SIZES.iter().zip(decays).map(spec).collect()
     }
@@ -280,7 +280,8 @@ mod tests {
             &Cancel::default(),
         );
         let home = StateMemory::on_device(device.clone());
-        let optimizer = Optimizer::new(home, (&comm, &sharding), &params, &config).unwrap();
+        let set = ReplicaSet::of_all(comm);
+        let optimizer = Optimizer::new(home, (&set, &sharding), &params, &config).unwrap();
         let arena = |name: &str, value: f32| {
             let spec = ArenaSpec::private(name, DType::F32, layout.len());
             let arena = device.alloc(&spec).unwrap();

@@ -140,6 +140,7 @@ mod tests {
             init: Init::Constant(0.0),
             decay,
             group: GroupId(0),
+            projections: Vec::new(),
         }
     }
 

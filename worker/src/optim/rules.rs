@@ -221,13 +221,13 @@ kernel! {
     }
 }
 
-/// `p −= lr·(gain·g + λp)`, whatever the factor of the gradient is, if it is finite.
-pub fn muon_descend(gain: f32) -> Arc<UpdateRule> {
+/// `p −= lr·(g + λp)`, whatever the factor of the gradient is, if it is finite.
+pub fn muon_descend() -> Arc<UpdateRule> {
     Arc::new(UpdateRule {
         name: "muon_descend",
         slots: &[],
         source: &MUON,
-        constants: vec![gain],
+        constants: Vec::new(),
         corrected: None,
         kernel: muon_descend_kernel,
     })
@@ -236,10 +236,9 @@ pub fn muon_descend(gain: f32) -> Arc<UpdateRule> {
 kernel! {
     fn muon_descend_kernel<'a, T>(part: UpdatePart<'a, T>, numbers: UpdateNumbers<'a, T>) -> () {
         let UpdateNumbers { lr, weight_decay, .. } = numbers;
-        let [gain] = numbers.constants();
         let (param, direction, []) = part.split();
         for (p, &g) in param.iter_mut().zip(direction) {
-            *p = *p - lr * (gain * g + weight_decay * *p);
+            *p = *p - lr * (g + weight_decay * *p);
         }
     }
 }

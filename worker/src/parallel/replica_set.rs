@@ -235,6 +235,7 @@ mod tests {
             init: Init::Constant(0.0),
             decay: true,
             group: GroupId(0),
+            projections: Vec::new(),
         };
         ReplicaSet::of(&Mesh::new(shape, comm, Executor::Inline), &roles.map(spec)).unwrap()
     }

@@ -11,6 +11,14 @@ use super::files::{PretrainedError, StoredTensor};
 use crate::config::Model;
 use crate::model::{Decoder, HEAD, ParamSpec, Published, PublishedTensor};
 
+/// What PyTorch puts into the names of a model that is wrapped: by `torch.compile`, DDP, FSDP or checkpointing.
+const WRAPPERS: [&str; 4] = [
+    "_orig_mod",
+    "module",
+    "_fsdp_wrapped_module",
+    "_checkpoint_wrapped_module",
+];
+
 /// Tensors of a file by their published names.
 pub(super) type Named<'a> = BTreeMap<String, &'a StoredTensor>;
 
@@ -72,10 +80,10 @@ impl Expected {
             if self.is_buffer(&name) {
                 continue;
             }
-            if named.contains_key(&name) {
-                let prefix = self.published.prefix;
+            if let Some(other) = named.get(&name) {
                 misfit.differs(format!(
-                    "`{name}` occurs in the file with and without the prefix `{prefix}`"
+                    "`{name}` occurs in the file twice, as `{}` and as `{}`",
+                    other.name, tensor.name
                 ));
             }
             named.insert(name, tensor);
@@ -86,6 +94,9 @@ impl Expected {
     /// The name with the prefix or without it: as it is published.
     fn published_name(&self, name: &str, expected: &BTreeSet<&str>) -> String {
         let prefix = self.published.prefix;
+        let unwrapped = name.split('.').filter(|part| !WRAPPERS.contains(part));
+        let name = unwrapped.collect::<Vec<_>>().join(".");
+        let name = name.as_str();
         let bare = name.strip_prefix(prefix).unwrap_or(name);
         let is_known = |name: &&str| expected.contains(name) || self.decoder.names.layer_of(name).is_some();
         let with_prefix = format!("{prefix}{bare}");
@@ -185,7 +196,12 @@ impl Expected {
                 None
             }
         });
-        let words: Vec<String> = words.collect();
+        let wrappers = WRAPPERS.iter().filter(|wrapper| {
+            let mut tensors = named.values();
+            tensors.any(|tensor| tensor.name.split('.').any(|part| part == **wrapper))
+        });
+        let wrappers = wrappers.map(|wrapper| format!("its names without `{wrapper}.`"));
+        let words: Vec<String> = words.chain(wrappers).collect();
         (!words.is_empty()).then(|| words.join("; "))
     }
 }

@@ -164,6 +164,27 @@ fn gpt2(dtype: Dtype) -> Vec<Tensor> {
 }
 
 #[test]
+fn what_pytorch_wraps_a_model_in_is_left_out_of_the_names() {
+    for (wrapped, left_out) in [
+        ("_orig_mod.transformer.", "its names without `_orig_mod.`"),
+        ("module.", "its names without `module.`"),
+        (
+            "module._orig_mod.",
+            "its names without `_orig_mod.`; its names without `module.`",
+        ),
+    ] {
+        let mut tensors = gpt2(Dtype::F32);
+        for (name, ..) in &mut tensors {
+            name.insert_str(0, wrapped);
+        }
+        let case = Case::of(&tensors);
+        let weights = case.open().unwrap();
+        case.expect_values(&weights);
+        assert_eq!(weights.remainder(), Some(left_out));
+    }
+}
+
+#[test]
 fn every_type_and_both_kinds_of_names_are_read() {
     for (dtype, name) in [(Dtype::F32, "f32"), (Dtype::F16, "f16"), (Dtype::BF16, "bf16")] {
         for prefix in ["", "transformer."] {
@@ -395,7 +416,7 @@ fn tensors_that_are_missing_twice_there_or_of_another_type_are_named() {
     tensors.push((format!("transformer.{}", spare.0), spare.1, spare.2, spare.3));
     tensors.push(tensor("score.weight", Dtype::F32, &[2, 8], |_| 0.0));
     insta::assert_snapshot!(Case::of(&tensors).error(""), @r"
-    `gpt2` does not fit the `model` section: `h.0.attn.c_attn.bias` occurs in the file with and without the prefix `transformer.`; `score.weight` is in the file but not in this model
+    `gpt2` does not fit the `model` section: `h.0.attn.c_attn.bias` occurs in the file twice, as `h.0.attn.c_attn.bias` and as `transformer.h.0.attn.c_attn.bias`; `score.weight` is in the file but not in this model
       hint: check that the weights are complete, and that the sizes in section `model` are those of the weights
     ");
 }

@@ -21,6 +21,7 @@ use super::world::{World, WrapTransport, threads, timeout};
 use crate::checkpoint::{Batch, Disk, State, Storage};
 use crate::config::{OptimizerOffload, TrainConfig};
 use crate::data::{BatchShape, Dataset, Loader, ORDER_VERSION, Sampler};
+use crate::device::cuda::GpuFacts;
 use crate::device::{ArenaSpec, Buffer, Device};
 use crate::mesh::{DATA, MeshShape};
 use crate::metrics::{Request, RunDir};
@@ -352,6 +353,14 @@ fn agree(
         spec.plan.signature(),
     );
     signature.field("kind of device", choice.kind());
+    if let (Choice::Gpu(ordinal), true) = (choice, config.parallel.tensor > 1) {
+        // Each rank of a tensor group computes the same norms, with functions that differ between models of GPUs. Those of
+        // CPUs have the same bits on every instruction set.
+        signature.field(
+            "GPU, which must be the same where `parallel.tensor` is above 1",
+            GpuFacts::of(*ordinal)?.name,
+        );
+    }
     let (env, store) = (session.env(), session.store());
     let agreement = Agreement {
         store: store.as_ref(),

@@ -231,7 +231,7 @@ pub(super) fn optimizer(
     model: &Model,
 ) -> Result<Optimizer, TrainError> {
     let needs_masters = Dtypes::of(config).has_masters() || home.host_state().is_some();
-    let owners = (&parameters.replica_set().reduce, &**parameters.sharding());
+    let owners = (parameters.replica_set(), &**parameters.sharding());
     let optimizer = Optimizer::new(home, owners, &model.params, &config.train.optimizer)?;
     Ok(if needs_masters {
         optimizer.with_masters(owners.1)?

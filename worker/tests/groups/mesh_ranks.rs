@@ -194,6 +194,7 @@ impl Part {
             init: Init::Constant(0.0),
             decay: true,
             group: GroupId(spec.group),
+            projections: Vec::new(),
         };
         self.specs.iter().map(param).collect()
     }

@@ -20,8 +20,8 @@ fn shares(job: &Job, ranks: u32) -> Vec<u64> {
             file_stem(&TensorKind::Parameter, rank, ranks as usize)
         );
         let pieces = reader.manifest().tensors.iter().flat_map(TensorRecord::ranges);
-        let own = pieces.filter(|piece| piece.file == file);
-        own.map(|piece| piece.end - piece.start).sum()
+        let own = pieces.filter(|(_, piece)| piece.file == file);
+        own.map(|(_, piece)| piece.end - piece.start).sum()
     };
     (0..ranks as usize).map(written_by).collect()
 }

@@ -5,7 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use crate::train_support::{Job, Trained, assert_same};
-use ddp_worker::checkpoint::{Disk, Reader, TensorKind, Which, export};
+use ddp_worker::checkpoint::{Disk, ExportedTokenizer, Reader, TensorKind, Which, export};
 use ddp_worker::config::{self, ModelKind, Precision, Resume, Strategy, TrainConfig};
 use ddp_worker::train::TrainError;
 use safetensors::tensor::{Dtype, TensorView};
@@ -33,7 +33,13 @@ impl Exported {
         let trained = job.train(ranks);
         let folder = tempfile::tempdir().unwrap();
         let reader = Reader::open(&job.out_dir(), Which::Latest).unwrap();
-        export(&Disk, &reader, &folder.path().join("model")).unwrap();
+        export(
+            &Disk,
+            &reader,
+            &folder.path().join("model"),
+            &ExportedTokenizer::default(),
+        )
+        .unwrap();
         Self {
             folder,
             trained,
@@ -217,7 +223,13 @@ fn a_model_with_a_head_of_its_own_comes_back() {
     // Where the weights of a run came from is no part of the model.
     let again = tempfile::tempdir().unwrap();
     let reader = Reader::open(&job.out_dir(), Which::Latest).unwrap();
-    export(&Disk, &reader, &again.path().join("model")).unwrap();
+    export(
+        &Disk,
+        &reader,
+        &again.path().join("model"),
+        &ExportedTokenizer::default(),
+    )
+    .unwrap();
     assert_eq!(
         fs::read_to_string(again.path().join("model/config.json")).unwrap(),
         text

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 
 use crate::train_support::faulty::{FaultyDevice, Spoilt};
 use crate::train_support::{Job, Trained, assert_same, assert_within, copy_folder};
-use ddp_worker::checkpoint::{Disk, Reader, Which, export};
+use ddp_worker::checkpoint::{Disk, ExportedTokenizer, Reader, Which, export};
 use ddp_worker::config::{
     Accumulate, LastBatch, LearningRate, ModelKind, OnNonFinite, OptimizerKind, PipelineSchedule, Recompute,
     Rescale, Resume, Strategy, TrainConfig,
@@ -510,7 +510,7 @@ fn the_padding_of_the_vocabulary_does_not_depend_on_the_layout() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model");
     let reader = Reader::open(&alone.out_dir(), Which::Latest).unwrap();
-    export(&Disk, &reader, &path).unwrap();
+    export(&Disk, &reader, &path, &ExportedTokenizer::default()).unwrap();
     let wider = |c: &mut TrainConfig| {
         c.model.vocab_size = Some(280);
         c.train.steps = 1;

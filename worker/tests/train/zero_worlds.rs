@@ -127,6 +127,23 @@ fn several_copies_of_the_state_train_the_numbers_of_one() {
     }
 }
 
+/// Every second step verifies that the copies are the same.
+#[test]
+fn muon_updates_several_copies_as_one() {
+    for strategy in SHARDED {
+        let run = |group| {
+            let job = job(strategy, |c| {
+                c.train.steps = 3;
+                c.train.optimizer.kind = OptimizerKind::Muon;
+                c.parallel.shard_group = group;
+            });
+            job.train(4)
+        };
+        let (one, copies) = (run(None), run(Some(ShardGroup::Ranks(2))));
+        assert_within(1e-3, &one, &copies, &format!("{strategy:?}"));
+    }
+}
+
 /// Sums within a group are rounded on the wire before they are added over the copies. That the copies are the same bit
 /// by bit is what every second step verifies.
 #[test]

@@ -87,7 +87,7 @@ fn writers(reader: &Reader) -> usize {
     let parameters = tensors.filter(|tensor| tensor.name.kind == TensorKind::Parameter);
     let files: BTreeSet<&str> = parameters
         .flat_map(TensorRecord::ranges)
-        .map(|range| range.file.as_str())
+        .map(|(_, range)| range.file.as_str())
         .collect();
     files.len()
 }

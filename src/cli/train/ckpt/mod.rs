@@ -15,10 +15,12 @@ use std::process::ExitCode;
 
 use clap::{Args, Subcommand};
 use ddp_proto::{exit, printable};
-use ddp_worker::checkpoint::{CheckpointError, Disk, Reader, export, ignore_file_size_signal};
+use ddp_worker::checkpoint::{
+    CheckpointError, Disk, ExportedTokenizer, Reader, export, ignore_file_size_signal,
+};
 
 use crate::cli::answer::{self, print_error};
-use crate::cli::native::FAILED;
+use crate::cli::native::{FAILED, RunSettings};
 
 /// Damages that are named one by one.
 const MAX_NAMED: usize = 20;
@@ -30,7 +32,7 @@ pub(super) enum Command {
     Inspect(Which),
     /// Check a whole checkpoint: sizes, hashes, and that regions and ranges cover every tensor; exits with 1 if damaged
     Verify(Which),
-    /// Write the parameters as one `model.safetensors` with a `config.json`, for other tools and `model.init_from`
+    /// Write `model.safetensors`, `config.json` and `tokenizer.json` for other tools and `model.init_from`
     Export {
         #[command(flatten)]
         which: Which,
@@ -94,15 +96,30 @@ fn execute(command: &Command) -> Result<String, Vec<CheckpointError>> {
         }
         Command::Export { which, to } => {
             let reader = open(which)?;
-            export(&Disk, &reader, to).map_err(|e| vec![e])?;
+            let (tokenizer, note) = tokenizer(&reader);
+            export(&Disk, &reader, to, &tokenizer).map_err(|e| vec![e])?;
             let step = reader.manifest().state.step;
             Ok(format!(
-                "the checkpoint of step {step} is written to `{}`\n",
+                "the checkpoint of step {step} is written to `{}`\n{note}",
                 to.display()
             ))
         }
         Command::Rewind(which) => rewind::rewind(&which.path, which.step),
     }
+}
+
+/// The tokenizer that goes with an export, and what to say if its file does not.
+fn tokenizer(reader: &Reader) -> (ExportedTokenizer, String) {
+    let (tokenizer, cause) = match RunSettings::of(reader).exported_tokenizer() {
+        Ok(tokenizer) if tokenizer.json.is_some() => return (tokenizer, String::new()),
+        Ok(tokenizer) => (tokenizer, "the run's tokenizer is built in".to_owned()),
+        Err(error) => (ExportedTokenizer::default(), error.to_string()),
+    };
+    let cause = cause.lines().next().unwrap_or_default();
+    (
+        tokenizer,
+        format!("without `tokenizer.json`, which other tools need: {cause}\n"),
+    )
 }
 
 /// Separates mistakes of the command line from damage of a checkpoint.

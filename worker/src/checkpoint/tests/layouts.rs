@@ -3,7 +3,7 @@
 use proptest::prelude::*;
 
 use super::super::folder::MANIFEST;
-use super::super::{Disk, Manifest, RegionRecord, export, share_of};
+use super::super::{Disk, ExportedTokenizer, Manifest, RegionRecord, export, share_of};
 use super::*;
 use crate::model::Cut;
 
@@ -183,6 +183,22 @@ fn damage_in_a_region_is_named_with_the_region() {
     );
 }
 
+/// All hashes are right: the numbers would come back in other places.
+#[test]
+fn boxes_that_are_swapped_between_regions_are_refused() {
+    let folder = saved_as(Layout::Cut(1, false), 1);
+    let manifest = folder.path().join("checkpoints/step_00000001/manifest.json");
+    let mut contents = Manifest::read(&manifest).unwrap();
+    let [one, other] = &mut contents.tensors[0].regions[..2] else {
+        panic!("one region");
+    };
+    std::mem::swap(&mut one.region, &mut other.region);
+    fs::write(&manifest, contents.to_bytes().unwrap()).unwrap();
+    let error = open_error(folder.path());
+    let expected = "manifest.json` is damaged: entry `w[0..8, 4..8, 0..3]` of `part-1-0.safetensors` is listed as `w[0..8, 0..4, 0..3]`";
+    assert!(error.contains(expected), "{error}");
+}
+
 #[test]
 fn what_is_no_box_of_the_tensor_is_not_read() {
     let folder = saved_as(Layout::Whole, 1);
@@ -205,13 +221,19 @@ fn an_export_joins_regions() {
     let target = tempfile::tempdir().unwrap();
     let folder = saved_as(Layout::Grid, 2);
     let reader = Reader::open(folder.path(), Which::Latest).unwrap();
-    let error = export(&Disk, &reader, &target.path().join("a")).unwrap_err();
+    let error = export(
+        &Disk,
+        &reader,
+        &target.path().join("a"),
+        &ExportedTokenizer::default(),
+    )
+    .unwrap_err();
     assert!(error.to_string().contains("describes no model"), "{error}");
     // As a model of whose parameters one was cut.
     let (source, wte) = cut_model();
     let reader = Reader::open(source.path(), Which::Latest).unwrap();
     let exported = target.path().join("b");
-    export(&Disk, &reader, &exported).unwrap();
+    export(&Disk, &reader, &exported, &ExportedTokenizer::default()).unwrap();
     let bytes = fs::read(exported.join("model.safetensors")).unwrap();
     let tensors = safetensors::SafeTensors::deserialize(&bytes).unwrap();
     assert_eq!(tensors.tensor("wte.weight").unwrap().data(), wte);

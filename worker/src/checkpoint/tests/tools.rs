@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use safetensors::SafeTensors;
 
-use super::super::{Disk, export, retain};
+use super::super::{Disk, ExportedTokenizer, export, retain};
 use super::*;
 use crate::config::{self, CheckpointKeep, ModelKind};
 use crate::model;
@@ -72,7 +72,7 @@ fn an_export_is_read_by_others_bit_by_bit() {
     let reader = Reader::open(source.path(), Which::Latest).unwrap();
     let folder = tempfile::tempdir().unwrap();
     let target = folder.path().join("gpt2");
-    export(&Disk, &reader, &target).unwrap();
+    export(&Disk, &reader, &target, &ExportedTokenizer::default()).unwrap();
     assert_eq!(names(folder.path()), ["gpt2"]);
     assert_eq!(names(&target), ["config.json", "model.safetensors"]);
     let bytes = fs::read(target.join("model.safetensors")).unwrap();
@@ -95,11 +95,38 @@ fn an_export_is_read_by_others_bit_by_bit() {
         (&config["n_positions"], &config["n_layer"]),
         (&16.into(), &1.into())
     );
-    let error = export(&Disk, &reader, &target).unwrap_err();
+    let error = export(&Disk, &reader, &target, &ExportedTokenizer::default()).unwrap_err();
     insta::assert_snapshot!(message(&error, folder.path()), @r"
     `OUT/gpt2` already exists
       hint: give a directory that does not exist yet, or delete it
     ");
+}
+
+#[test]
+fn an_export_has_the_tokenizer_and_the_ids_of_its_tokens() {
+    let source = run();
+    let reader = Reader::open(source.path(), Which::Latest).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let target = folder.path().join("gpt2");
+    let tokenizer = ExportedTokenizer {
+        json: Some(b"{}".to_vec()),
+        end_of_text: Some(7),
+    };
+    export(&Disk, &reader, &target, &tokenizer).unwrap();
+    let files = [
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ];
+    assert_eq!(names(&target), files);
+    assert_eq!(fs::read(target.join("tokenizer.json")).unwrap(), b"{}");
+    let config = fs::read(target.join("config.json")).unwrap();
+    let config: serde_json::Value = serde_json::from_slice(&config).unwrap();
+    assert_eq!(
+        (&config["bos_token_id"], &config["eos_token_id"]),
+        (&7.into(), &7.into())
+    );
 }
 
 /// Names, shapes and bytes of an exported model, and its `config.json`.
@@ -114,7 +141,7 @@ impl ExportedModel {
         let reader = Reader::open(source.path(), Which::Latest).unwrap();
         let folder = tempfile::tempdir().unwrap();
         let target = folder.path().join("model");
-        export(&Disk, &reader, &target).unwrap();
+        export(&Disk, &reader, &target, &ExportedTokenizer::default()).unwrap();
         Self {
             weights: fs::read(target.join("model.safetensors")).unwrap(),
             config: fs::read_to_string(target.join("config.json")).unwrap(),
@@ -276,7 +303,9 @@ fn a_gpt2_with_a_head_of_its_own_is_exported_with_the_prefix() {
         "GPT2LMHeadModel"
       ],
       "attn_pdrop": 0.0,
+      "bos_token_id": null,
       "embd_pdrop": 0.0,
+      "eos_token_id": null,
       "layer_norm_epsilon": 0.00001,
       "model_type": "gpt2",
       "n_ctx": 16,
@@ -317,7 +346,13 @@ fn a_damaged_source_is_not_exported() {
     let reader = Reader::open(source.path(), Which::Latest).unwrap();
     assert_eq!(reader.damages().len(), 1);
     let folder = tempfile::tempdir().unwrap();
-    let error = export(&Disk, &reader, &folder.path().join("a")).unwrap_err();
+    let error = export(
+        &Disk,
+        &reader,
+        &folder.path().join("a"),
+        &ExportedTokenizer::default(),
+    )
+    .unwrap_err();
     assert!(error.to_string().contains("tensor `wte.weight`"), "{error}");
     assert!(names(folder.path()).is_empty());
 }

@@ -505,6 +505,12 @@ pub struct GpuFacts {
 }
 
 impl GpuFacts {
+    /// Those of a device by its number among the visible ones.
+    pub fn of(ordinal: usize) -> Result<Self, DeviceError> {
+        let facts = device_of(ordinal).and_then(facts_of);
+        facts.map_err(|cause| driver_error(format!("cannot describe GPU {ordinal}"), cause))
+    }
+
     /// What its kernels are compiled for.
     pub const fn arch(&self) -> Arch {
         let (major, minor) = self.compute_capability;

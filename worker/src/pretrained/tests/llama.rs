@@ -386,7 +386,7 @@ fn tensors_of_a_llama_that_are_missing_or_too_many_are_named() {
     ));
     tensors.push(spare);
     insta::assert_snapshot!(error(&tensors), @r"
-    `llama` does not fit the `model` section: `model.layers.0.self_attn.k_proj.weight` occurs in the file with and without the prefix `model.`
+    `llama` does not fit the `model` section: `model.layers.0.self_attn.k_proj.weight` occurs in the file twice, as `layers.0.self_attn.k_proj.weight` and as `model.layers.0.self_attn.k_proj.weight`
       hint: check that the weights are complete, and that the sizes in section `model` are those of the weights
     ");
 }

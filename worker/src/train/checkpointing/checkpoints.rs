@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use ddp_proto::words::{counted, numbered};
 
 use super::owned_state::{RankState, copy, load, written};
-use super::save_thread::{Leader, SaveTask, SaveThread, Stage, unreadable};
+use super::save_thread::{Leader, SaveTask, SaveThread, Stage, spawn, unreadable};
 use crate::checkpoint::{
     CheckpointError, Extent, Fence, Reader, Rng, State, Storage, TOKENIZER_FILE, step_name,
 };
@@ -349,7 +349,7 @@ impl Checkpoints {
     /// Copies, and starts the thread. Errors are reported like those of a save.
     fn begin(&mut self, here: RankState<'_>, at: Position, snapshot: Option<&Arena>) {
         let task = self.task(here, at, snapshot);
-        self.pending = Some(SaveThread::start(&self.out_dir, at.step, task));
+        self.pending = Some(SaveThread::start(spawn, &self.out_dir, at.step, task));
     }
 
     /// What the thread is to do.

@@ -18,6 +18,7 @@ use crate::config::CheckpointKeep;
 use crate::device::{Buffer, DeviceError, Stream};
 use crate::optim::{StateMemory, evict};
 use crate::session::Cancel;
+use crate::train::reporting::warn;
 
 /// Bytes that are read from the device, or written, between two checks whether the save is still wanted.
 const CHUNK_BYTES: usize = 4 << 20;
@@ -65,9 +66,12 @@ pub(super) enum Stage {
 }
 
 /// A save under way. Nothing joins its thread, because a file system may block it for ever. When this value is dropped,
-/// the thread gives the save up, and rank 0's deletes what was written.
+/// the thread gives the save up, and rank 0's deletes what was written. Where the system starts no thread, the caller
+/// saves. A file system that blocks it is then noticed by the ranks that wait for it, and by `--hang-timeout`.
 pub(super) struct SaveThread {
     shared: Arc<SharedProgress>,
+    /// Without a thread, the save that waits for its commit.
+    here: Option<Save>,
     /// Each message lets rank 0's thread commit. The thread gives the save up when this sender is gone.
     commits: Option<Sender<()>>,
     step: u64,
@@ -92,8 +96,13 @@ struct SaveProgress {
 }
 
 impl SaveThread {
-    /// Begins the save of a step, or fails as the task did. Errors become a [`Stage`].
-    pub(super) fn start(out_dir: &Path, step: u64, task: Result<SaveTask, CheckpointError>) -> Self {
+    /// Begins the save of a step, or fails as the task did. Errors become a [`Stage`]. `spawn` starts the thread.
+    pub(super) fn start(
+        spawn: impl FnOnce(Box<dyn FnOnce() + Send>) -> io::Result<()>,
+        out_dir: &Path,
+        step: u64,
+        task: Result<SaveTask, CheckpointError>,
+    ) -> Self {
         let shared = Arc::new(SharedProgress {
             progress: Mutex::new(SaveProgress {
                 stage: Stage::Writing,
@@ -105,7 +114,8 @@ impl SaveThread {
             root: out_dir.join("checkpoints"),
         });
         let (commits, orders) = mpsc::channel();
-        let started = task.and_then(|mut task| {
+        let mut here = None;
+        let started = task.map(|mut task| {
             let shared = shared.clone();
             task.storage = Arc::new(NotedStorage {
                 storage: task.storage,
@@ -116,10 +126,17 @@ impl SaveThread {
                 shared,
                 commits: orders,
             };
-            let thread = std::thread::Builder::new().name("ddp-checkpoint".into());
-            thread.spawn(move || save.run()).map_err(|error| {
-                CheckpointError::given_up(step, format!("the system cannot start a thread: {error}"))
-            })
+            let (hand_over, receive) = mpsc::channel::<Save>();
+            let run = move || receive.into_iter().for_each(Save::run);
+            match spawn(Box::new(run)) {
+                // A thread that was started waits for its save.
+                Ok(()) => drop(hand_over.send(save)),
+                Err(error) => {
+                    warn(&format!("training waits for the checkpoint of step {step}: the system cannot start a thread: {error}"));
+                    save.write();
+                    here = Some(save);
+                }
+            }
         });
         if let Err(error) = started {
             shared.set(Stage::Failed(error));
@@ -127,6 +144,7 @@ impl SaveThread {
         }
         Self {
             shared,
+            here,
             commits: Some(commits),
             step,
         }
@@ -162,18 +180,27 @@ impl SaveThread {
     }
 
     /// Lets rank 0's thread commit, when all ranks are [`Stage::Written`].
-    pub(super) fn commit(&self) {
+    pub(super) fn commit(&mut self) {
         let mut progress = self.shared.progress();
         if progress.stage == Stage::Written && progress.busy_since.is_none() {
             progress.busy_since = Some(Instant::now());
+            drop(progress);
             // A thread that has ended needs no order.
             let _ = self.commits.as_ref().map(|commits| commits.send(()));
+            self.finish_here();
         }
     }
 
     /// Gives up a save that is not committed yet. The thread cleans up and ends.
     pub(super) fn give_up(&mut self) {
         self.commits = None;
+        self.finish_here();
+    }
+
+    fn finish_here(&mut self) {
+        if let Some(save) = self.here.take() {
+            save.finish();
+        }
     }
 
     /// Gives the save up, and waits until the thread has ended, as long as the file system answers each request within
@@ -268,16 +295,27 @@ impl Drop for Save {
 
 impl Save {
     fn run(self) {
-        let task = &self.task;
-        if task.live.is_none() {
+        if self.task.live.is_none() {
             give_way();
         }
-        let writer = Writer::on(task.storage.clone(), &task.out_dir, task.step, task.generation)
-            .fenced(task.fence.clone());
-        let written = self.write_all(&writer);
+        self.write();
+        self.finish();
+    }
+
+    fn writer(&self) -> Writer {
+        let task = &self.task;
+        Writer::on(task.storage.clone(), &task.out_dir, task.step, task.generation).fenced(task.fence.clone())
+    }
+
+    fn write(&self) {
+        let written = self.write_all(&self.writer());
         self.shared
             .set(written.map_or_else(Stage::Failed, |()| Stage::Written));
-        let Some(leader) = &task.leader else {
+    }
+
+    /// Waits for the order to commit, or for the end of the save.
+    fn finish(self) {
+        let (Some(leader), writer) = (&self.task.leader, self.writer()) else {
             return;
         };
         if self.commits.recv().is_ok() {
@@ -367,6 +405,12 @@ pub(super) fn unreadable(step: u64, error: &DeviceError) -> CheckpointError {
     ))
 }
 
+/// Starts the thread of a save.
+pub(super) fn spawn(work: Box<dyn FnOnce() + Send>) -> io::Result<()> {
+    let thread = std::thread::Builder::new().name("ddp-checkpoint".into());
+    thread.spawn(work).map(drop)
+}
+
 /// Lowers the priority of the calling thread only. A refusal of the system does no harm.
 #[expect(unsafe_code, reason = "the priority of a thread")]
 fn give_way() {
@@ -377,15 +421,65 @@ fn give_way() {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::checkpoint::{Disk, latest_step};
 
     #[test]
     fn a_failure_stays_whatever_becomes_of_the_save() {
         let failed = unreadable(4, &DeviceError::Upstream("none".into()));
-        let thread = SaveThread::start(Path::new("out"), 4, Err(failed.clone()));
+        let thread = SaveThread::start(spawn, Path::new("out"), 4, Err(failed.clone()));
         for later in [Stage::Writing, Stage::Written, Stage::Committed(None)] {
             thread.shared.set(later);
             assert_eq!(thread.stage(Duration::MAX), Stage::Failed(failed.clone()));
         }
+    }
+
+    /// Of no tensors, by rank 0 alone.
+    fn task(out_dir: &Path) -> SaveTask {
+        let state = serde_json::json!({
+            "step": 4, "consumed_samples": 8, "skipped": 0, "rng": { "seed": 1, "data_order": "v1" },
+            "config": {}, "data": "",
+        });
+        SaveTask {
+            storage: Arc::new(Disk),
+            out_dir: out_dir.to_owned(),
+            step: 4,
+            generation: 1,
+            fence: None,
+            rank: (0, 1),
+            tensors: Vec::new(),
+            live: None,
+            leader: Some(Leader {
+                state: serde_json::from_value(state).unwrap(),
+                keep: None,
+                needed: Vec::new(),
+            }),
+            cancel: Cancel::default(),
+        }
+    }
+
+    fn no_thread(_: Box<dyn FnOnce() + Send>) -> io::Result<()> {
+        Err(io::ErrorKind::WouldBlock.into())
+    }
+
+    #[test]
+    fn the_caller_saves_where_the_system_starts_no_thread() {
+        let folder = tempfile::tempdir().unwrap();
+        let out_dir = folder.path();
+        let mut save = SaveThread::start(no_thread, out_dir, 4, Ok(task(out_dir)));
+        assert_eq!(save.stage(Duration::MAX), Stage::Written);
+        save.commit();
+        assert_eq!(save.stage(Duration::MAX), Stage::Committed(None));
+        assert_eq!(latest_step(out_dir).unwrap(), Some(4));
+        assert!(save.end(Duration::ZERO));
+    }
+
+    #[test]
+    fn a_save_of_the_caller_that_is_given_up_leaves_nothing() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut save = SaveThread::start(no_thread, folder.path(), 4, Ok(task(folder.path())));
+        assert!(save.end(Duration::ZERO));
+        let left = std::fs::read_dir(folder.path().join("checkpoints")).unwrap();
+        assert_eq!(left.count(), 0);
     }
 
     #[test]

@@ -215,7 +215,7 @@ pub(crate) fn rules() -> Vec<Arc<UpdateRule>> {
         optim::sgd(0.0, false),
         optim::muon_momentum(0.95, true),
         optim::muon_blend(0.5, 2.0),
-        optim::muon_descend(3.0),
+        optim::muon_descend(),
     ]
 }
 
