@@ -274,7 +274,6 @@ mod tests {
 
     fn about(rank: u32) -> About {
         About {
-            run: "test".into(),
             rank,
             world_size: 3,
             host: "a".into(),
