@@ -137,9 +137,9 @@ type Answer = Result<Vec<String>, String>;
 pub fn probe_gpus() -> ExitCode {
     let answer: Answer = match cuda::count_devices() {
         // What can be counted, but not described, can still be used.
-        Ok(count) => Ok(cuda::Survey::take().map_or_else(
+        Ok(count) => Ok(cuda::visible_gpus().map_or_else(
             |_| vec![String::new(); count],
-            |survey| survey.gpus.into_iter().map(|gpu| gpu.pci).collect(),
+            |gpus| gpus.into_iter().map(|gpu| gpu.pci).collect(),
         )),
         Err(error) => Err(error.to_string().lines().next().unwrap_or_default().to_owned()),
     };
