@@ -14,8 +14,8 @@ use std::ptr;
 use std::sync::OnceLock;
 
 use cudarc::driver::sys::{
-    CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUfunction,
-    CUfunction_attribute, CUhostFn, CUmodule, CUresult as Code, CUstream,
+    CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUfunction, CUfunction_attribute,
+    CUhostFn, CUmodule, CUresult as Code, CUstream,
 };
 
 use crate::libraries::{Library, LibraryError, LibraryKind, table};

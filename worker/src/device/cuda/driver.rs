@@ -10,9 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use cudarc::driver::sys::{
-    self, CUdevice, CUdevice_attribute as Attribute, CUresult as Code,
-};
+use cudarc::driver::sys::{self, CUdevice, CUdevice_attribute as Attribute, CUresult as Code};
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 
