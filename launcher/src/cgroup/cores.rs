@@ -7,7 +7,6 @@ use ddp_proto::cgroup::CgroupMembership;
 use nix::sched::{CpuSet, sched_getaffinity};
 use nix::unistd::Pid;
 
-
 /// Cores that this process may use: those of its affinity mask, within the quota of its control groups rounded up, at
 /// least one.
 pub fn usable_cores() -> usize {
@@ -57,7 +56,7 @@ pub(super) mod tests {
     use super::*;
 
     /// A machine whose hierarchies, of version 2 and of the memory and cpu controllers of version 1, lie in `root`.
-    pub fn machine(root: &Path, membership: &str) -> CgroupMembership {
+    pub(crate) fn machine(root: &Path, membership: &str) -> CgroupMembership {
         let mounts = ["v2", "memory", "cpu"].map(|name| {
             let kind = if name == "v2" { "cgroup2" } else { "cgroup" };
             format!(

@@ -12,9 +12,9 @@ mod cores;
 mod entry;
 mod group;
 
+#[cfg(test)]
+pub(crate) use cores::tests::machine;
 pub use cores::{cpu_quota, usable_cores};
 pub(crate) use entry::{CgroupEntry, fork, wait_for};
 pub use group::{NoGroup, parent_of_workers};
 pub(crate) use group::{WorkerCgroup, kill_members, members, remove};
-#[cfg(test)]
-pub(crate) use cores::tests::machine;
