@@ -63,7 +63,7 @@ pub fn instead_of_arguments(words: &clap::Error, prefix: &str) -> ExitCode {
 }
 
 /// What came of writing an answer.
-fn given(written: io::Result<()>) -> ExitCode {
+pub(super) fn given(written: io::Result<()>) -> ExitCode {
     match written {
         Err(source) if source.kind() != ErrorKind::BrokenPipe => {
             let error = CliError::machine("cannot write the answer to standard output")(source);
