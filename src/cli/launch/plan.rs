@@ -129,15 +129,11 @@ pub fn resolve(
     let mut signals = signals(&settings)?;
     let out_dir = claim_out_dir(validated.as_ref(), &job.run_id, alone && !dry_run)?;
     let conf = settings.rdzv_conf.clone().unwrap_or_default();
-    let log_dir = log_dir(
-        &settings,
-        out_dir,
-        &output,
-        NewLogs {
-            job: &job.id,
-            dry_run,
-        },
-    )?;
+    let new_logs = NewLogs {
+        job: &job.id,
+        dry_run,
+    };
+    let log_dir = log_dir(&settings, out_dir, &output, new_logs)?;
     let native = target.kind == TargetKind::Native;
     if alone && workers == 1 && !native && log_dir.is_none() {
         hand_over_terminal(&mut output, &mut signals);
