@@ -371,7 +371,12 @@ mod tests {
             self.store.get(key, deadline)
         }
 
-        fn gather(&self, prefix: &str, count: usize, deadline: Instant) -> Result<Option<Entries>, StoreError> {
+        fn gather(
+            &self,
+            prefix: &str,
+            count: usize,
+            deadline: Instant,
+        ) -> Result<Option<Entries>, StoreError> {
             self.error()?;
             self.store.gather(prefix, count, deadline)
         }
