@@ -29,7 +29,7 @@ fn a_native_rank_that_is_stopped_is_lost_and_the_other_one_says_whom_it_waits_fo
         std::fs::read_to_string(file).expect("what the rank did")
     };
     assert!(state_of("1").contains("T (stopped)"), "{}", state_of("1"));
-    // The one that is well answers for itself: the operation, and for whom it waits.
+    // The one that is well answers for itself: the operation, for whom it waits, and where its threads are.
     let waits = state_of("0");
     let operation = waits
         .lines()
@@ -39,6 +39,7 @@ fn a_native_rank_that_is_stopped_is_lost_and_the_other_one_says_whom_it_waits_fo
         operation.ends_with(" for rank 1") && operation.contains(" #"),
         "{waits}"
     );
+    assert!(waits.contains("ddp_worker::"), "no stacks with names:\n{waits}");
 }
 
 /// A rank of another node that hangs unwatched looks like a cut link to the rank that waits for it.

@@ -19,10 +19,12 @@ use nix::sys::time::{TimeVal, TimeValLike as _};
 
 use super::outbox::{Outbox, to_line};
 use super::store::{Answered, GRACE, RemoteStore};
-use super::{Cancel, StopRequest, cancel};
+use super::{Cancel, StopRequest, cancel, stacks};
 
 /// How long [`Link::shutdown`] waits for queued lines.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(1);
+/// Longest text of an answer to a question of the agent; a line holds more, with its quotes.
+const MAX_ANSWER_BYTES: usize = 256 << 10;
 /// Bytes that are read at once.
 const CHUNK_BYTES: usize = 16 << 10;
 
@@ -250,9 +252,11 @@ impl Shared {
                 }
             }
             ToWorker::Describe => {
-                let text = cancel::in_words(&self.cancel.waits());
-                // Without room in the queue there is no answer, which the agent does not count on.
-                let _ = self.outbox.push(&ToAgent::State { text });
+                let (outbox, cancel) = (Arc::clone(&self.outbox), self.cancel.clone());
+                // In a thread of its own: the message that the generation is over must not wait for it. Without a
+                // thread, or room in the queue, there is no answer, which the agent does not count on.
+                let thread = std::thread::Builder::new().name("ddp-describe".into());
+                let _ = thread.spawn(move || outbox.push(&state(&cancel)));
             }
             ToWorker::KvReply {
                 call,
@@ -271,6 +275,13 @@ impl Shared {
         }
         Ok(None)
     }
+}
+
+/// What this process waits for and where its threads are.
+fn state(cancel: &Cancel) -> ToAgent {
+    let mut text = cancel::in_words(&cancel.waits()) + &stacks::capture();
+    text.truncate(text.floor_char_boundary(MAX_ANSWER_BYTES));
+    ToAgent::State { text }
 }
 
 /// Connects to `@name` (abstract) or to a path, and checks that the listener runs under our user.

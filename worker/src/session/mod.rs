@@ -7,6 +7,7 @@
 //! | `outbox.rs` | what is still to be written to the agent |
 //! | `store.rs` | [`KeyValue`]: the store of a world of one, and the one behind the control socket |
 //! | `cancel.rs` | [`Cancel`]: the generation is over; [`StopRequest`]: stop at the next step boundary; what the process waits for |
+//! | `stacks.rs` | where the threads of the process are, for an agent that asks |
 //!
 //! Nothing here waits without a deadline, and an agent that died ends every wait at once.
 
@@ -15,6 +16,7 @@ mod link;
 mod outbox;
 #[expect(clippy::module_inception, reason = "the file is named for its noun")]
 mod session;
+mod stacks;
 mod store;
 #[cfg(test)]
 mod tests;

@@ -259,9 +259,8 @@ async fn wait_for_answers(read: impl Future<Output = Option<Threads>>) -> Thread
     threads.ok().flatten().unwrap_or_default()
 }
 
-/// The worker's own words, or the kernel's if it says nothing.
+/// The worker's own words, or the kernel's if it has none.
 fn summary<'a>(answer: Option<&'a str>, threads: &'a str) -> impl Iterator<Item = &'a str> {
-    let answer = answer.filter(|words| !words.is_empty());
     let own = answer.unwrap_or(threads);
     // The stack of the main thread comes first, and ends where the next thread begins.
     let mut seen = 0;
