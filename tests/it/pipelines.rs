@@ -81,7 +81,7 @@ fn the_legend_of_a_schedule_explains_only_what_it_has() {
 }
 
 #[test]
-fn a_schedule_is_shown() {
+fn a_schedule_is_shown_as_text_and_as_picture() {
     let job = untied();
     let words = "schedule --schedule 1f1b --stages 2 --micro-batches 3";
     let shown = train(&job, words.split(' '));
@@ -93,10 +93,15 @@ fn a_schedule_is_shown() {
     simulated: 12 units, bubble 25.0 %, at most 2 micro-batches kept
     one unit is the time of F, I or W for one micro-batch in all stages of a rank
     ");
-    let zbv = "schedule --schedule zbv --stages 2 --micro-batches 4";
-    train(&job, zbv.split(' '))
+    let picture = "schedule --schedule zbv --stages 2 --micro-batches 4 --output zbv.svg";
+    train(&job, picture.split(' '))
         .expect_exit(0)
         .expect_stdout("4 stages on 2 ranks, 4 micro-batches");
+    let svg = std::fs::read_to_string(job.dir().join("zbv.svg")).expect("a picture");
+    assert!(
+        svg.starts_with("<svg") && svg.contains("rank 0: stages 0, 3"),
+        "{svg}"
+    );
     launched(&job, 2)
         .set("parallel.pipeline.stages=2")
         .set("parallel.pipeline.schedule=zbv")
@@ -128,6 +133,28 @@ fn schedules_that_cannot_be_shown_are_refused_by_flag() {
     train(&job, "schedule --schedule zbv --chunks 3".split(' '))
         .expect_exit(2)
         .expect_stderr("hint: change `--chunks`, `--micro-batches` or `--schedule`");
+    train(&job, "schedule --schedule 1f1b -o picture.png".split(' '))
+        .expect_exit(2)
+        .expect_stderr("expected a path that ends in `.svg`");
+}
+
+#[test]
+fn a_picture_takes_the_place_of_another() {
+    let job = untied();
+    let [picture, other] = ["a.svg", "b.svg"].map(|name| job.dir().join(name));
+    std::fs::write(&picture, "as it was").expect("writable");
+    // Another name of the old file: a reader that has it open still has all of it.
+    std::fs::hard_link(&picture, &other).expect("of the same file system");
+    train(&job, "schedule --schedule 1f1b -o a.svg".split(' ')).expect_exit(0);
+    let [drawn, old] = [&picture, &other].map(|path| std::fs::read_to_string(path).expect("readable"));
+    assert!(drawn.starts_with("<svg") && old == "as it was", "{old}");
+    let entries = std::fs::read_dir(job.dir()).expect("readable");
+    let names = entries.map(|entry| entry.expect("readable").file_name().into_string().expect("UTF-8"));
+    assert_eq!(
+        names.filter(|name| name.contains("svg")).count(),
+        2,
+        "nothing is left over"
+    );
 }
 
 /// Stage, action and micro-batch; or that the rank is behind the last action of a step.

@@ -1,11 +1,15 @@
-//! `ddp-train schedule`: what the ranks of a pipeline do in a step. The schedule comes from a configuration or a name.
+//! `ddp-train schedule`: what the ranks of a pipeline do in a step, as text or as a picture. The
+//! schedule comes from a configuration or a name.
 
 use std::path::{Path, PathBuf};
-use std::process::ExitCode;
+use std::process::{self, ExitCode};
+use std::{fs, io};
 
 use clap::ArgGroup;
 use ddp_proto::words::counted;
-use ddp_worker::parallel::pipeline::{Links, PipelinePlan, Schedule, StageCosts, grid, simulate, summary};
+use ddp_worker::parallel::pipeline::{
+    Links, PipelinePlan, Schedule, SchedulePicture, StageCosts, grid, simulate,
+};
 
 use crate::cli::error::CliError;
 use crate::cli::native::Draft;
@@ -45,6 +49,21 @@ pub(super) struct ScheduleArgs {
     /// Micro-batches per step
     #[arg(long, value_name = "M", default_value_t = 8, value_parser = clap::value_parser!(u64).range(1..=MAX_COUNT))]
     micro_batches: u64,
+    /// Draw the schedule into this SVG file
+    #[arg(short, long, value_name = "FILE.svg", value_parser = output)]
+    output: Option<PathBuf>,
+}
+
+/// An SVG file, or a device.
+fn output(text: &str) -> Result<PathBuf, String> {
+    let path = PathBuf::from(text);
+    let is_device = path
+        .metadata()
+        .is_ok_and(|there| !there.is_file() && !there.is_dir());
+    if is_device || path.extension().is_some_and(|ending| ending == "svg") {
+        return Ok(path);
+    }
+    Err("expected a path that ends in `.svg`".to_owned())
 }
 
 /// Main of `ddp-train schedule`.
@@ -90,10 +109,14 @@ fn planned(args: &ScheduleArgs) -> Result<String, CliError> {
     let costs = vec![StageCosts::UNIT; placement.stages()];
     let simulation =
         simulate(schedule, &costs, Links::IDEAL).map_err(|error| CliError::Config(error.to_string()))?;
+    let picture = SchedulePicture {
+        placement,
+        simulation: &simulation,
+    };
     let title = format!("{}: {}", plan.name(), sizes(schedule));
     let words = format!(
         "simulated: {}\none unit is the time of F, I or W for one micro-batch in all stages of a rank\n",
-        summary(placement, &simulation)
+        picture.in_words()
     );
     let table = grid(&simulation);
     let rest = if table.contains(REST) {
@@ -102,7 +125,12 @@ fn planned(args: &ScheduleArgs) -> Result<String, CliError> {
         String::new()
     };
     let legend = format!("`.` is a time in which the rank does not compute{rest}\n");
-    Ok(format!("{title}\n{table}{legend}{words}"))
+    let Some(output) = &args.output else {
+        return Ok(format!("{title}\n{table}{legend}{words}"));
+    };
+    replace(output, picture.draw(&title).as_bytes())
+        .map_err(|error| CliError::Config(format!("cannot write `{}`: {error}", output.display())))?;
+    Ok(format!("{title}\n{words}picture: {}\n", output.display()))
 }
 
 /// `4 ranks, 8 micro-batches`
@@ -117,4 +145,19 @@ fn sizes(schedule: &Schedule) -> String {
         "{stages}{ranks}, {}",
         counted(schedule.micro_batches(), "micro-batch")
     )
+}
+
+/// Replaces a file at once: the new content is written to a temporary file next to it, which is
+/// then renamed. A device, such as `/dev/stdout`, is written directly.
+fn replace(path: &Path, content: &[u8]) -> io::Result<()> {
+    if path.metadata().is_ok_and(|there| !there.is_file()) {
+        return fs::write(path, content);
+    }
+    let temporary = path.with_added_extension(format!("{}.tmp", process::id()));
+    let written = fs::write(&temporary, content).and_then(|()| fs::rename(&temporary, path));
+    if written.is_err() {
+        // The error of writing is reported; an error of this clean-up adds nothing.
+        let _ = fs::remove_file(&temporary);
+    }
+    written
 }

@@ -13,27 +13,27 @@
 //! | [`with_transfers`], [`forward_only`] | passes: add the messages between ranks; leave out backward |
 //! | [`validate`], [`least_capacity`] | refuses what cannot be run, and says why |
 //! | [`simulate`] | when each rank does what, its bubbles and its memory |
-//! | [`grid`], [`summary`] | a simulated step as text |
+//! | [`SchedulePicture`], [`grid`] | a simulated step as an SVG, and as text |
 //! | [`PipelinePlan`] | the pipeline of a configuration: its schedule, checked, and the layers of each stage |
 
 mod action;
 mod generators;
 mod passes;
+mod picture;
 mod plan;
 mod simulator;
 mod stages;
-mod text;
 mod validator;
 
 pub use action::{Action, ActionKind, Edge, Schedule, Transfer};
 pub use generators::{PipelineShape, ShapeError, gpipe, greedy, interleaved_1f1b, one_f_one_b, zb_h1, zbv};
 pub use passes::{forward_only, with_transfers};
+pub use picture::{SchedulePicture, grid};
 pub use plan::{PipelinePlan, PlanError};
 pub use simulator::{Deadlock, Interval, Links, RankTimeline, Simulation, StageCosts, Waiting, simulate};
 pub use stages::{LayerCosts, Placement, TooFewLayers, divide_layers};
 #[cfg(test)]
 use tests::schedule_of;
-pub use text::{grid, summary};
 pub use validator::{Purpose, Reason, Refusal, least_capacity, validate};
 
 #[cfg(test)]

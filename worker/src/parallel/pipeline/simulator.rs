@@ -80,20 +80,21 @@ pub struct RankTimeline {
     pub intervals: Vec<Interval>,
     /// Ticks in which it computed: F, B, I, W.
     pub busy: u64,
-    /// What it keeps for backward.
-    kept_bytes: u64,
+    /// What it kept for backward, as (tick, bytes from then on).
+    pub memory: Vec<(u64, u64)>,
     /// The most that it kept.
     pub peak_bytes: u64,
 }
 
 impl RankTimeline {
-    /// Takes down what an action keeps or frees, for stages that keep so many bytes.
-    fn note_memory(&mut self, action: Action, kept_bytes: u64) {
+    /// Takes down what an action keeps from its start, or frees at its end, for stages that keep so many bytes.
+    fn note_memory(&mut self, action: Action, [start, end]: [u64; 2], kept_bytes: u64) {
+        let kept = self.memory.last().map_or(0, |&(_, bytes)| bytes);
         if action.kind == ActionKind::Forward {
-            self.kept_bytes += kept_bytes;
-            self.peak_bytes = self.peak_bytes.max(self.kept_bytes);
+            self.memory.push((start, kept + kept_bytes));
+            self.peak_bytes = self.peak_bytes.max(kept + kept_bytes);
         } else if action.kind.makes_weight_gradient() {
-            self.kept_bytes -= kept_bytes;
+            self.memory.push((end, kept - kept_bytes));
         }
     }
 }
@@ -358,7 +359,7 @@ impl<'a> Run<'a> {
         if action.kind.is_compute() {
             timeline.busy += ticks;
         }
-        timeline.note_memory(action, kept_bytes);
+        timeline.note_memory(action, [start, end], kept_bytes);
     }
 
     /// The ranks that wait for each other, if a rank has not reached the end of its row.

@@ -312,12 +312,7 @@ fn a_timeline_says_when_what_ran_and_what_was_kept() {
             "1F0 1-2, 1B0 2-4, 1F1 4-5, 1B1 5-7"
         ]
     );
-    let kept = |rank: usize| {
-        (
-            simulation.ranks[rank].peak_bytes,
-            simulation.ranks[rank].kept_bytes,
-        )
-    };
-    assert_eq!([kept(0), kept(1)], [(2, 0), (1, 0)]);
+    assert_eq!(simulation.ranks[0].memory, [(0, 1), (1, 2), (6, 1), (9, 0)]);
+    assert_eq!(simulation.ranks[1].memory, [(1, 1), (4, 0), (4, 1), (7, 0)]);
     assert_eq!((simulation.bubble(0), simulation.ranks[0].busy), (3, 6));
 }
