@@ -1,4 +1,4 @@
-//! `run.timeline`: what ran when, as a trace.
+//! `run.timeline`: what ran when, as a trace and as a picture.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -165,6 +165,8 @@ fn it_shows_the_steps_of_all_ranks_and_changes_no_bit() {
             let stray = spans.iter().find(|span| !is_of_step(span));
             assert!(stray.is_none(), "{strategy}: {stray:?}");
         }
+        let picture = std::fs::read_to_string(job.out().join("timeline/timeline.svg")).expect("a picture");
+        assert!(picture.contains("Step 5, 2 ranks") && picture.contains(&format!(", {strategy}, ")));
     }
 }
 

@@ -14,6 +14,7 @@ use crate::collective::WireBytes;
 const FOLDER: &str = "timeline";
 const RANKS: &str = "ranks";
 const TRACE: &str = "timeline.json";
+const PICTURE: &str = "timeline.svg";
 
 /// The open `metrics.jsonl`. Only rank 0 has one.
 pub struct MetricsLog {
@@ -314,6 +315,12 @@ impl TimelineFiles {
         write(&path, json).map(|()| path)
     }
 
+    /// Writes the picture. Returns its path.
+    pub fn write_picture(&self, svg: &str) -> Result<PathBuf, RunFilesError> {
+        let path = self.folder.join(PICTURE);
+        write(&path, svg.as_bytes()).map(|()| path)
+    }
+
     /// Deletes what a run writes here, and the folders if nothing else is in them.
     pub(super) fn delete(&self) -> Result<(), RunFilesError> {
         let ranks = self.folder.join(RANKS);
@@ -324,7 +331,7 @@ impl TimelineFiles {
         };
         let listed: Vec<PathBuf> = listed.map_err(|e| RunFilesError::io("read", &ranks, &e))?;
         let of_ranks = listed.into_iter().filter(|path| is_of_rank(path));
-        for path in of_ranks.chain([self.folder.join(TRACE)]) {
+        for path in of_ranks.chain([self.folder.join(TRACE), self.folder.join(PICTURE)]) {
             delete_file(&path)?;
         }
         for folder in [&ranks, &self.folder] {
@@ -505,6 +512,7 @@ mod tests {
             files.write_rank(0, b"{}").unwrap();
             files.write_rank(123_456, b"{}").unwrap();
             files.write_trace(b"{}").unwrap();
+            files.write_picture("<svg/>").unwrap();
         };
         write();
         files.delete().unwrap();

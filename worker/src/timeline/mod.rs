@@ -7,6 +7,7 @@
 //! | `trace_file.rs` | [`TraceFile`]: spans in the Trace Event Format, which <https://ui.perfetto.dev> shows |
 //! | `svg.rs` | the elements of pictures, and the axis of time |
 //! | `lanes.rs` | pictures of lanes below each other |
+//! | `picture.rs` | [`picture`]: one step of some ranks as an SVG |
 //!
 //! A communicator has a timeline, closed until the run opens it; so has, through it, whatever waits for the
 //! communicator or computes beside it. A closed one costs a load and a branch. On a device that runs asynchronously spans
@@ -14,10 +15,12 @@
 
 pub(crate) mod lanes;
 mod overlap;
+mod picture;
 mod span;
 pub(crate) mod svg;
 mod trace_file;
 
 pub use overlap::Overlap;
+pub use picture::picture;
 pub use span::{About, ClockReading, Collective, Interval, Kind, Lane, Mark, Recording, Span, Timeline};
 pub use trace_file::{TraceFile, TraceFileError};

@@ -274,6 +274,7 @@ mod tests {
 
     fn about(rank: u32) -> About {
         About {
+            run: "test".into(),
             rank,
             world_size: 3,
             host: "a".into(),

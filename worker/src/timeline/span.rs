@@ -185,6 +185,8 @@ impl ClockReading {
 /// What spans of one rank belong to.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct About {
+    /// The run and how it trains, for people.
+    pub run: String,
     /// Global rank.
     pub rank: u32,
     /// Number of ranks.

@@ -222,6 +222,7 @@ mod tests {
 
     fn about(rank: u32, clock: &str, ns: i64) -> About {
         About {
+            run: "test".into(),
             rank,
             world_size: 2,
             host: "node-a".into(),

@@ -170,7 +170,7 @@ pub(super) fn prepare<'a>(
             opened.storage.unwrap_or_else(|| Arc::new(Disk)),
             opened.identity,
         ),
-        window: ProfilingWindow::new(config, run_dir.path()),
+        window: ProfilingWindow::new(config, run_dir.path(), &replica.model, &world),
         grad_bytes: reducer.bytes(),
         first_step: 0,
         config,

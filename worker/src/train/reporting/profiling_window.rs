@@ -1,19 +1,21 @@
 //! The steps whose timeline is written: `run.timeline`.
 //!
 //! All ranks leave a barrier together and begin; behind the last of the steps each writes what it has seen, and rank 0
-//! makes one trace of all of them. Training stands still meanwhile, between two steps.
+//! makes one trace of all of them, and a picture of the last step. Training stands still meanwhile, between two steps.
 
 use std::fs;
 use std::ops::RangeInclusive;
 use std::path::Path;
 
 use ddp_proto::words::counted;
+use serde_json::json;
 
 use super::console::{say, warn};
-use crate::config::{StepRange, TrainConfig};
+use crate::config::{StepRange, Strategy, TrainConfig};
 use crate::metrics::{RunFilesError, TimelineFiles, host_name};
+use crate::model::Model;
 use crate::session::Session;
-use crate::timeline::{About, Lane, Overlap, Span, TraceFile};
+use crate::timeline::{About, Lane, Overlap, Span, TraceFile, picture};
 use crate::train::TrainError;
 use crate::train::rank_table::RankTable;
 use crate::train::world::World;
@@ -30,16 +32,19 @@ pub(crate) struct ProfilingWindow {
     /// From 1.
     steps: Option<RangeInclusive<u64>>,
     files: TimelineFiles,
+    /// The run and how it trains, in words.
+    run: String,
     /// The step that was the first one, once it has begun.
     began_with: Option<u64>,
 }
 
 impl ProfilingWindow {
     /// Closed.
-    pub(crate) fn new(config: &TrainConfig, out_dir: &Path) -> Self {
+    pub(crate) fn new(config: &TrainConfig, out_dir: &Path, model: &Model, world: &World) -> Self {
         Self {
             steps: config.run.timeline.map(StepRange::steps),
             files: TimelineFiles::of_run(out_dir),
+            run: training_in_words(config, model, world),
             began_with: None,
         }
     }
@@ -103,6 +108,7 @@ impl ProfilingWindow {
         self.steps = None;
         let env = session.env();
         let about = About {
+            run: self.run.clone(),
             rank: env.rank.get(),
             world_size: env.world_size.get(),
             host: host_name(),
@@ -122,7 +128,7 @@ impl ProfilingWindow {
         }
         let all = rank_table.gather("timelines", [f64::from(u8::from(written.is_ok())), spans])?;
         if world.rank() == 0 {
-            match self.merge(merged(&all)) {
+            match self.merge(merged(&all), [first, step]) {
                 Ok(words) => say(&words),
                 Err(error) => warn(&format!(
                     "the timelines of the ranks have not become one: {error}"
@@ -132,8 +138,8 @@ impl ProfilingWindow {
         Ok(())
     }
 
-    /// Makes one trace of some ranks. Returns what to tell of it.
-    fn merge(&self, ranks: Vec<usize>) -> Result<String, String> {
+    /// One trace and one picture of some ranks. Returns what to tell of them.
+    fn merge(&self, ranks: Vec<usize>, [first, last]: [u64; 2]) -> Result<String, String> {
         let read = |rank: usize| -> Result<TraceFile, String> {
             let path = self.files.of_rank(rank);
             let unread = |cause: &dyn std::error::Error| format!("{}: {cause}", path.display());
@@ -143,11 +149,17 @@ impl ProfilingWindow {
         let unwritten = |error: RunFilesError| error.to_string();
         let merged = TraceFile::merged(ranks.into_iter().map(read).collect::<Result<_, _>>()?);
         let trace = self.files.write_trace(&merged.to_json()).map_err(unwritten)?;
-        Ok(format!(
+        let mut words = format!(
             "timeline of {}: {} (for https://ui.perfetto.dev)",
             in_words(&merged),
             trace.display()
-        ))
+        );
+        // For the last one there may have been no room.
+        if let Some(picture) = (first..=last).rev().find_map(|step| picture(&merged, step)) {
+            let path = self.files.write_picture(&picture).map_err(unwritten)?;
+            words = format!("{words}, {}", path.display());
+        }
+        Ok(words)
     }
 }
 
@@ -160,6 +172,23 @@ fn merged(all: &[[f64; 2]]) -> Vec<usize> {
         before == 0 || (room >= 0.0 && before < MAX_MERGED)
     });
     fitting.map(|(_, rank)| rank).collect()
+}
+
+/// `single-node: gpt2 4 × 128, f32, ddp, bucketed, overlap, on cpu (1 thread, avx512)`
+fn training_in_words(config: &TrainConfig, model: &Model, world: &World) -> String {
+    let word = |value: serde_json::Value| value.as_str().unwrap_or_default().to_owned();
+    let parallel = &config.parallel;
+    let mut words = vec![
+        model.name.clone(),
+        word(json!(config.train.precision)),
+        word(json!(parallel.strategy)),
+    ];
+    if parallel.strategy == Strategy::Ddp {
+        words.push(word(json!(parallel.sync)));
+    }
+    words.push(if parallel.overlap { "overlap" } else { "no overlap" }.to_owned());
+    let (name, device) = (&config.run.name, world.device.name());
+    format!("{name}: {}, on {device}", words.join(", "))
 }
 
 /// `steps 10 to 12 of 4 of 8 ranks, 97 % of the communication hidden`
