@@ -32,7 +32,7 @@ mod tcp_store;
 mod threads;
 
 pub use agent::{ExitReason, Outcome, is_ignored, run};
-pub use cgroup::{NoGroup, cpu_quota, memory_limit, parent_of_workers, usable_cores};
+pub use cgroup::{NoGroup, cpu_quota, parent_of_workers, usable_cores};
 pub use output::logs::LogError;
 pub use output::plan::{OutputPlan, PrefixTemplate, StreamSet, StreamsByRank};
 pub use plan::{

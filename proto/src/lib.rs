@@ -4,9 +4,9 @@
 //! |---|---|---|
 //! | [`ids`] | newtypes for nodes, ranks, world sizes, generations | everyone |
 //! | [`rendezvous`] | the gRPC service, generated from `proto/rendezvous.proto` | daemon ⇄ agent |
+//! | [`cgroup`] | finds the control groups of a process, for launcher and worker | – |
 //! | [`client`] | the typed client of that service, with deadlines and jittered back-off | agent → daemon |
 //! | [`mod@look_up`] | host names to addresses, for the client and for `--listen` | – |
-//! | [`mounts`] | finds a control group in the mount table, for launcher and worker | – |
 //! | [`mod@env`] | the environment of a worker, written and parsed in one place | agent → worker |
 //! | [`codec`] | encodes the messages of that service with small buffers | – |
 //! | [`control`] | the messages of the control socket | agent ⇄ worker |
@@ -20,6 +20,7 @@
 //! This package knows nothing of processes, tensors or training.
 #![forbid(unsafe_code)]
 
+pub mod cgroup;
 pub mod client;
 pub mod codec;
 pub mod control;
@@ -27,7 +28,6 @@ pub mod env;
 pub mod exit;
 pub mod ids;
 pub mod look_up;
-pub mod mounts;
 pub mod ports;
 pub mod printable;
 pub mod trust;

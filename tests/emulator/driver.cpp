@@ -254,11 +254,6 @@ API Result cuDeviceGetAttribute(int *value, int attribute, int) {
     }
 }
 
-API Result cuDeviceGetP2PAttribute(int *value, int attribute, int, int) {
-    *value = attribute == 2 ? 1 : 0; // access yes, atomic operations no: as over PCIe
-    return SUCCESS;
-}
-
 API Result cuDeviceTotalMem_v2(size_t *bytes, int) {
     *bytes = setting("EMULATOR_MEMORY_MIB", 1024) << 20;
     return SUCCESS;

@@ -25,7 +25,7 @@ fn the_end_of_a_run_leads_on_and_what_it_names_works() {
         .expect_exit(0)
         .expect_stdout("[0] done: 40 steps, 0:")
         .expect_stdout("[0] val loss ")
-        .expect_stdout(" nats/byte (unigram ")
+        .expect_stdout(" nats/byte")
         .expect_stdout("[0] checkpoint  out/checkpoints/step_00000040")
         .expect_stdout("[0] metrics     out/metrics.jsonl");
     let steps: Vec<&str> = (finished.stdout().iter())

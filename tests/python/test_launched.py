@@ -149,7 +149,7 @@ class UnderDdpRun(unittest.TestCase):
         launched = self.launch(EVALUATES, "--hang-timeout", 1)
         self.expect(launched, 128 + signal.SIGABRT)
         self.assertTrue(launched.matches("rank 1 hung: .*phase training, step 3"), launched.transcript())
-        self.expect_lines(launched, "rank 0 (hung|is slow)", 0)
+        self.expect_lines(launched, "rank 0 hung", 0)
 
     def test_a_script_that_has_trained_gets_signals_at_once(self):
         launched = self.launch(EVALUATES.replace("rank == 1", "False"), "--shutdown-timeout", 3600)

@@ -23,7 +23,7 @@ use ddp_proto::trust::data_key::{DATA_KEY_BYTES, DataKey};
 use ddp_worker::collective::{Communicator, Executor, Launch, ReduceOp, Traffic, Work};
 use ddp_worker::device::{ArenaSpec, Buffer, CpuDevice, DType, Device};
 use ddp_worker::parallel::{JoinOptions, join_world};
-use ddp_worker::session::{KeyValue, Session, StoreError};
+use ddp_worker::session::{Entries, KeyValue, Session, StoreError};
 
 const TIMEOUT: Duration = Duration::from_mins(1);
 const SAMPLES: usize = 20;
@@ -141,6 +141,14 @@ impl KeyValue for Folder {
             }
             std::thread::sleep(Duration::from_millis(1));
         }
+    }
+
+    fn gather(&self, prefix: &str, count: usize, deadline: Instant) -> Result<Option<Entries>, StoreError> {
+        let entries = (0..count).map(|rank| {
+            let key = format!("{prefix}{rank}");
+            Ok(self.get(&key, deadline)?.map(|value| (key, value)))
+        });
+        entries.collect()
     }
 }
 

@@ -3,10 +3,9 @@
 use std::fs;
 use std::path::Path;
 
+use ddp_proto::cgroup::CgroupMembership;
 use nix::sched::{CpuSet, sched_getaffinity};
 use nix::unistd::Pid;
-
-use super::membership::CgroupMembership;
 
 /// Cores that this process may use: those of its affinity mask, within the quota of its control groups rounded up, at
 /// least one.
@@ -53,9 +52,20 @@ fn parse_cpu_max(text: &str) -> Option<f64> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
-    use crate::cgroup::machine;
+
+    /// A machine whose hierarchies, of version 2 and of the memory and cpu controllers of version 1, lie in `root`.
+    pub(crate) fn machine(root: &Path, membership: &str) -> CgroupMembership {
+        let mounts = ["v2", "memory", "cpu"].map(|name| {
+            let kind = if name == "v2" { "cgroup2" } else { "cgroup" };
+            format!(
+                "9 1 0:1 / {}/{name} rw - {kind} {kind} rw,{name}\n",
+                root.display()
+            )
+        });
+        CgroupMembership::new(mounts.concat(), membership.to_owned())
+    }
 
     #[test]
     fn quotas_are_read_in_cores() {

@@ -13,10 +13,10 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use ddp_proto::cgroup::CgroupMembership;
 use nix::unistd::{AccessFlags, access};
 
 use super::entry::CgroupEntry;
-use super::membership::CgroupMembership;
 
 /// Members of a group, one process id a line; `0` is the writer itself.
 const MEMBERS: &str = "cgroup.procs";

@@ -1,8 +1,7 @@
-//! Control groups: which ones this process is in, and a group that holds all workers of one launcher.
+//! Control groups: what those of this process leave to it, and a group that holds all workers of one launcher.
 //!
 //! | module | what it does |
 //! |---|---|
-//! | `membership` | finds this process's groups, of version 2 and of version 1, wherever they are mounted |
 //! | `group` | makes, watches, ends and removes the workers' group; removes empty groups of launchers that are gone |
 //! | `entry` | lets processes into it |
 //! | `cores` | how many cores the groups leave |
@@ -12,13 +11,10 @@
 mod cores;
 mod entry;
 mod group;
-mod membership;
 
+#[cfg(test)]
+pub(crate) use cores::tests::machine;
 pub use cores::{cpu_quota, usable_cores};
 pub(crate) use entry::{CgroupEntry, fork, wait_for};
 pub use group::{NoGroup, parent_of_workers};
 pub(crate) use group::{WorkerCgroup, kill_members, members, remove};
-pub(crate) use membership::CgroupMembership;
-pub use membership::memory_limit;
-#[cfg(test)]
-pub(crate) use membership::tests::machine;

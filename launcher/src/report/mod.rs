@@ -1,8 +1,8 @@
 //! What a person or a program reads when the job has ended, and the log of events before.
 
+pub(crate) mod error_file;
 pub(crate) mod event_log;
 pub(crate) mod facts;
 pub(crate) mod failures;
 pub(crate) mod local_ends;
-pub(crate) mod root_cause;
 pub(crate) mod text;

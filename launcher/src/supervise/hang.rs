@@ -1,8 +1,7 @@
 //! Workers that say nothing new any more: who, since when, and what its threads wait in.
 //!
-//! A *slow* worker has said nothing new for half of `--hang-timeout`. A *lost* one sends no heartbeats any more: it is
-//! stopped, or stuck where not even its own threads run. A *stuck* one still sends them, but its program does not go
-//! on.
+//! A *lost* worker sends no heartbeats any more: it is stopped, or stuck where not even its own threads run. A *stuck*
+//! one still sends them, but its program does not go on.
 
 use std::fmt::Write as _;
 use std::fs;
@@ -70,16 +69,6 @@ impl Beat {
         } else {
             format!("hung: heartbeats arrive, but no progress for {silence:.1} s ({place})")
         }
-    }
-
-    /// How long it has made no progress, in words.
-    pub(crate) fn slowness(&self, activity: &str, now: Instant, bound: Duration) -> String {
-        format!(
-            "no progress for {:.1} s ({}); treated as hung after {} s",
-            self.silence(now).as_secs_f64(),
-            self.place(activity),
-            bound.as_secs_f64()
-        )
     }
 }
 
@@ -221,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn slow_stuck_and_lost_are_told_apart() {
+    fn stuck_and_lost_are_told_apart() {
         let now = Instant::now();
         let bound = Duration::from_mins(1);
         let stuck = Beat {
@@ -230,7 +219,6 @@ mod tests {
         };
         insta::assert_snapshot!(stuck.trouble("", now, bound), @"hung: heartbeats arrive, but no progress for 61.0 s (phase training, step 3)");
         insta::assert_snapshot!(beat(now, 62, 3).trouble("stage 1 of 2, forward of micro-batch 3", now, bound), @"hung: no heartbeat for 62.0 s (phase training, step 3, stage 1 of 2, forward of micro-batch 3)");
-        insta::assert_snapshot!(beat(now, 31, 3).slowness("", now, bound), @"no progress for 31.0 s (phase training, step 3); treated as hung after 60 s");
     }
 
     #[test]

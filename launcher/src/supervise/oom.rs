@@ -6,7 +6,8 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use crate::cgroup::CgroupMembership;
+use ddp_proto::cgroup::CgroupMembership;
+
 use crate::supervise::ending::Ending;
 
 /// The file of version 2, which counts the groups below too.

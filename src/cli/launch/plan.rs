@@ -55,9 +55,16 @@ pub struct Launch {
     pub found_run: Option<String>,
 }
 
-type Merged = (Target, Option<Validated>, Settings, Vec<Given>);
-
 /// The target, and what all layers ask for.
+struct Merged {
+    target: Target,
+    /// The configuration of a native target.
+    validated: Option<Validated>,
+    settings: Settings,
+    given: Vec<Given>,
+}
+
+/// Reads the target, and merges the layers.
 fn merge(args: Args, get_env: &impl Fn(&str) -> Option<String>) -> Result<Merged, CliError> {
     refuse_standalone_with_nodes(&args.settings)?;
     let variables = Settings::from_env(get_env)?;
@@ -69,7 +76,12 @@ fn merge(args: Args, get_env: &impl Fn(&str) -> Option<String>) -> Result<Merged
     let (settings, given) = layers(args.settings, variables, &target, validated.as_ref(), get_env)?;
     check_nodes(nodes(&settings), &settings)?;
     check_target(&target, &settings, get_env)?;
-    Ok((target, validated, settings, given))
+    Ok(Merged {
+        target,
+        validated,
+        settings,
+        given,
+    })
 }
 
 /// As long as a node waits for the rendezvous at the start, or longer.
@@ -98,7 +110,12 @@ pub fn resolve(
     exe: &SelfExe,
 ) -> Result<Launch, CliError> {
     let dry_run = args.dry_run;
-    let (target, validated, settings, given) = merge(args, &get_env)?;
+    let Merged {
+        target,
+        validated,
+        settings,
+        given,
+    } = merge(args, &get_env)?;
     let nodes = nodes(&settings);
     let alone = nodes.max == 1;
     let job = job(&settings, &target, validated.as_ref(), nodes);
@@ -112,15 +129,11 @@ pub fn resolve(
     let mut signals = signals(&settings)?;
     let out_dir = claim_out_dir(validated.as_ref(), &job.run_id, alone && !dry_run)?;
     let conf = settings.rdzv_conf.clone().unwrap_or_default();
-    let log_dir = log_dir(
-        &settings,
-        out_dir,
-        &output,
-        NewLogs {
-            job: &job.id,
-            dry_run,
-        },
-    )?;
+    let new_logs = NewLogs {
+        job: &job.id,
+        dry_run,
+    };
+    let log_dir = log_dir(&settings, out_dir, &output, new_logs)?;
     let native = target.kind == TargetKind::Native;
     if alone && workers == 1 && !native && log_dir.is_none() {
         hand_over_terminal(&mut output, &mut signals);

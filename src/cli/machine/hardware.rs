@@ -2,14 +2,12 @@
 
 use std::cell::OnceCell;
 use std::fmt;
-use std::io::Read;
-use std::os::fd::AsFd;
+use std::io::Read as _;
 use std::process::{ChildStdout, Command, ExitCode, Stdio};
+use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use ddp_proto::env::SECRETS;
-use nix::errno::Errno;
-use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use crate::cli::answer::give;
 use crate::cli::error::CliError;
@@ -29,7 +27,7 @@ const REAP_BOUND: Duration = Duration::from_secs(1);
 /// Pause between two looks whether it has ended.
 const REAP_PAUSE: Duration = Duration::from_millis(1);
 /// Longest answer.
-const MAX_ANSWER_BYTES: usize = 1 << 20;
+const MAX_ANSWER_BYTES: u64 = 1 << 20;
 
 /// PCI address of each GPU that CUDA shows to this process, by its number there; empty where the driver does not say.
 type Gpus = Result<Vec<String>, NoGpus>;
@@ -139,9 +137,9 @@ type Answer = Result<Vec<String>, String>;
 pub fn probe_gpus() -> ExitCode {
     let answer: Answer = match cuda::count_devices() {
         // What can be counted, but not described, can still be used.
-        Ok(count) => Ok(cuda::Survey::take().map_or_else(
+        Ok(count) => Ok(cuda::visible_gpus().map_or_else(
             |_| vec![String::new(); count],
-            |survey| survey.gpus.into_iter().map(|gpu| gpu.pci).collect(),
+            |gpus| gpus.into_iter().map(|gpu| gpu.pci).collect(),
         )),
         Err(error) => Err(error.to_string().lines().next().unwrap_or_default().to_owned()),
     };
@@ -188,33 +186,19 @@ fn answer_of(mut command: Command, timeout: Duration) -> std::io::Result<String>
 }
 
 /// Reads to the end of `stdout`, which must come within `timeout`.
-fn read_within(mut stdout: ChildStdout, timeout: Duration) -> std::io::Result<String> {
-    let deadline = Instant::now() + timeout;
-    let (mut answer, mut chunk) = (Vec::new(), [0; 4096]);
-    loop {
-        let left = deadline.saturating_duration_since(Instant::now());
-        // Rounded up, lest the last millisecond is spent in a loop.
-        let limit = PollTimeout::try_from(left.as_micros().div_ceil(1000)).unwrap_or(PollTimeout::MAX);
-        let mut fds = [PollFd::new(stdout.as_fd(), PollFlags::POLLIN)];
-        match poll(&mut fds, limit) {
-            Ok(0) if left.is_zero() => {
-                let message = format!("no answer within {} s", timeout.as_secs());
-                return Err(std::io::Error::new(std::io::ErrorKind::TimedOut, message));
-            }
-            Ok(0) | Err(Errno::EINTR) => continue,
-            Ok(_) => {}
-            Err(error) => return Err(error.into()),
-        }
-        match stdout.read(&mut chunk)? {
-            0 => return String::from_utf8(answer).map_err(std::io::Error::other),
-            _ if answer.len() > MAX_ANSWER_BYTES => {
-                return Err(std::io::Error::other(format!(
-                    "the answer is longer than {MAX_ANSWER_BYTES} bytes"
-                )));
-            }
-            count => answer.extend_from_slice(&chunk[..count]),
-        }
-    }
+fn read_within(stdout: ChildStdout, timeout: Duration) -> std::io::Result<String> {
+    let (answer, answered) = channel();
+    // Its read ends with the child, which is killed if it does not answer.
+    std::thread::Builder::new().spawn(move || {
+        let mut text = String::new();
+        let read = stdout.take(MAX_ANSWER_BYTES).read_to_string(&mut text);
+        // Nobody waits for a late answer.
+        let _ = answer.send(read.map(|_| text));
+    })?;
+    answered.recv_timeout(timeout).unwrap_or_else(|_| {
+        let message = format!("no answer within {} s", timeout.as_secs());
+        Err(std::io::Error::new(std::io::ErrorKind::TimedOut, message))
+    })
 }
 
 #[cfg(test)]

@@ -6,16 +6,14 @@
 
 mod tables;
 
-use std::io::{self, IsTerminal as _, Write as _};
 use std::process::ExitCode;
 use std::time::Duration;
 
 use ddp_proto::client::{Access, Client};
 use ddp_proto::printable;
-use ddp_proto::rendezvous::StatusReply;
-use tokio::time::{Instant, sleep};
+use tokio::time::Instant;
 
-use super::answer::{fail, give_or_fail, given};
+use super::answer::{fail, give_or_fail};
 use super::error::CliError;
 use super::event_loop;
 use super::token::TokenSource;
@@ -24,10 +22,6 @@ use crate::rendezvous::report::{self, Bounds};
 
 /// How long a daemon may take to answer the connection.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// `--watch` looks so often.
-const WATCH_INTERVAL: Duration = Duration::from_secs(1);
-/// Moves to the top of the screen, and clears it.
-const CLEAR: &str = "\x1b[H\x1b[2J";
 
 /// Where the daemon is.
 #[derive(Debug, clap::Args)]
@@ -47,9 +41,6 @@ pub(super) struct StatusArgs {
     /// Print JSON
     #[arg(long)]
     json: bool,
-    /// Show it again every second until the job is over; with `--json`, a line each time
-    #[arg(long)]
-    watch: bool,
 }
 
 /// What is listed.
@@ -84,56 +75,20 @@ pub(super) fn run(question: impl Future<Output = ExitCode>) -> ExitCode {
 
 /// `ddp-rendezvous status`
 pub(super) async fn status(args: StatusArgs) -> ExitCode {
-    let shown = show_status(args).await;
-    shown.map_or_else(|error| fail(&error, error.exit_code()), given)
-}
-
-/// What came of writing the answer; an error where there is none.
-async fn show_status(args: StatusArgs) -> Result<io::Result<()>, CliError> {
-    let client = args.daemon.connect().await?;
-    let job = match args.job {
-        Some(job) => job,
-        None => only_job(&client, &args.daemon.endpoint).await?,
-    };
-    let is_screen = args.watch && !args.json && io::stdout().is_terminal();
-    let mut was_there = false;
-    loop {
-        let status = match client.status(&job).await {
-            // The daemon answers, and has forgotten the job with its last node.
-            Err(error) if was_there && !error.is_broken() => {
-                eprintln!(
-                    "job `{job}` is over and its nodes have left: its launchers and the daemon's log tell how it ended"
-                );
-                return Ok(Ok(()));
-            }
-            answer => answer?,
+    let shown = async {
+        let client = args.daemon.connect().await?;
+        let job = match args.job {
+            Some(job) => job,
+            None => only_job(&client, &args.daemon.endpoint).await?,
         };
-        was_there = true;
-        let mut text = if is_screen {
-            CLEAR.to_owned()
+        let status = client.status(&job).await?;
+        Ok(if args.json {
+            format!("{}\n", report::job(&job, &status, Bounds::NONE))
         } else {
-            String::new()
-        };
-        text.push_str(&rendered(&job, &status, args.json));
-        if args.watch && !args.json && !is_screen {
-            text.push('\n');
-        }
-        let mut out = io::stdout().lock();
-        let written = out.write_all(text.as_bytes()).and_then(|()| out.flush());
-        drop(out);
-        if written.is_err() || !args.watch || status.phase == "over" {
-            return Ok(written);
-        }
-        sleep(WATCH_INTERVAL).await;
-    }
-}
-
-fn rendered(job: &str, status: &StatusReply, as_json: bool) -> String {
-    if as_json {
-        format!("{}\n", report::job(job, status, Bounds::NONE))
-    } else {
-        printable::text(&tables::job(job, status)).into_owned()
-    }
+            printable::text(&tables::job(&job, &status)).into_owned()
+        })
+    };
+    give_or_fail(shown.await)
 }
 
 async fn only_job(client: &Client, endpoint: &Endpoint) -> Result<String, CliError> {

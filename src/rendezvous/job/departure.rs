@@ -13,7 +13,7 @@ use ddp_proto::exit;
 use ddp_proto::rendezvous::daemon_message::Body as Reply;
 use ddp_proto::rendezvous::{JobOver, Leave, LostRank};
 
-use super::outcome::GenerationEnd;
+use super::generation_end::GenerationEnd;
 use super::running::Running;
 use super::{Job, Phase};
 use crate::rendezvous::config::{Callers, Config};

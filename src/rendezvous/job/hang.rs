@@ -13,7 +13,7 @@ use ddp_proto::rendezvous::{HangVerdict, HungRank, HungWorkers};
 use ddp_proto::words::numbered;
 
 use super::Job;
-use super::outcome::GenerationEnd;
+use super::generation_end::GenerationEnd;
 use crate::rendezvous::context::ApplyContext;
 use crate::rendezvous::event::Origin;
 use crate::rendezvous::messages::clip;

@@ -7,7 +7,7 @@
 //! | `gathering` | gathering | when a generation starts, what the nodes wait for |
 //! | `recovery` | recovery | how a daemon that lost its state takes up a generation that runs, and the [`Record`]s of the ledger |
 //! | `running` | the running generation | which nodes succeeded, which failure waits for its cause, which peers were reported lost |
-//! | `verdict` | the end of the job | the verdict for every node, also for nodes that come back later |
+//! | `job_end` | the end of the job | the verdict for every node, also for nodes that come back later |
 //! | `failures` | all failures | their order, and which are listed |
 //!
 //! Decisions that involve several parts:
@@ -16,7 +16,7 @@
 //! |---|---|---|
 //! | `joining` | joining | admission, reconnects, refusals |
 //! | `assignment` | the start | the assignment of each node |
-//! | `outcome` | the end of a generation | failures, success, restarts |
+//! | `generation_end` | the end of a generation | failures, success, restarts |
 //! | `hang` | a job that hangs | which rank is the cause |
 //! | `departure` | nodes that go | nodes that leave, that are lost, and that peers report lost |
 //! | `scale` | growing | nodes that come to a job that runs |
@@ -27,17 +27,17 @@ mod assignment;
 mod departure;
 mod failures;
 mod gathering;
+mod generation_end;
 mod hang;
+mod job_end;
 mod joining;
 mod lease_extension;
 mod node;
 mod node_table;
-mod outcome;
 mod recovery;
 mod running;
 mod scale;
 mod takeover;
-mod verdict;
 
 use std::time::Duration;
 
@@ -61,17 +61,17 @@ use super::size::RankLimits;
 use super::store_totals::Load;
 use failures::Failures;
 use gathering::Gathering;
+use job_end::Over;
 use node::Node;
 use node_table::NodeTable;
 use recovery::Recovery;
 use running::Running;
 use takeover::Takeover;
-use verdict::Over;
 
 #[cfg(test)]
 pub(super) use failures::{MAX_KNOWN, MAX_LISTED, MAX_TAKEN};
+pub(super) use job_end::Finished;
 pub(super) use joining::Joining;
-pub(super) use verdict::Finished;
 
 /// One job at the daemon.
 #[derive(Debug)]

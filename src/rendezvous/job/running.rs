@@ -5,10 +5,10 @@ use std::time::Duration;
 
 use ddp_proto::rendezvous::{Assignment, LostRank};
 
+use super::generation_end::GenerationEnd;
 use super::hang::HangReports;
 use super::lease_extension::Progress;
 use super::node::{LeaseExtension, Node};
-use super::outcome::GenerationEnd;
 use crate::rendezvous::config::Config;
 use crate::rendezvous::context::ApplyContext;
 use crate::rendezvous::nodes::list::NodeList;

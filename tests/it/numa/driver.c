@@ -23,6 +23,3 @@ int cuDeviceGetPCIBusId(char *text, int size, int device) {
 int cuDeviceGetName(char *text, int size, int device) { return (void)device, strncpy(text, "pretended", (size_t)size), 0; }
 int cuDeviceTotalMem_v2(size_t *bytes, int device) { return (void)device, *bytes = 1 << 30, 0; }
 int cuDeviceGetAttribute(int *value, int attribute, int device) { return (void)attribute, (void)device, *value = 9, 0; }
-int cuDeviceGetP2PAttribute(int *value, int attribute, int from, int to) {
-    return (void)attribute, (void)from, (void)to, *value = 1, 0;
-}

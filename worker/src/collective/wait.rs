@@ -248,13 +248,13 @@ impl StoreExchange<'_> {
     }
 
     /// All entries with this prefix, when there are `count` of them: one for each rank. In time, or the error names those
-    /// that `missing` finds among the entries that are there. `None`: the store cannot gather.
+    /// that `missing` finds among the entries that are there.
     pub(super) fn gather(
         &self,
         prefix: &str,
         count: usize,
         missing: impl Fn(&Entries) -> Vec<usize>,
-    ) -> Result<Option<Entries>, Failure> {
+    ) -> Result<Entries, Failure> {
         let absent = || {
             // What is there is not waited for, but it may take a while to arrive.
             let there = self.store.gather(prefix, 0, Instant::now() + SNAPSHOT_PATIENCE);
@@ -269,28 +269,21 @@ impl StoreExchange<'_> {
             }
             let until = self.wait.deadline.min(Instant::now() + self.store.patience());
             match self.store.gather(prefix, count, until) {
-                Ok(Some(found)) => return Ok(Some(found)),
+                Ok(Some(found)) => return Ok(found),
                 Ok(None) => self.wait.check_end(absent)?,
-                Err(StoreError::Refused(_)) => return Ok(None),
                 Err(error) => self.tolerate(error)?,
             }
         }
     }
 
-    /// Waits for `key`, which global rank `writer` publishes; if it does not in time, the error names the ranks that
-    /// `missing` returns.
-    pub(super) fn await_key(
-        &self,
-        key: &str,
-        writer: usize,
-        missing: impl Fn() -> Vec<usize>,
-    ) -> Result<Vec<u8>, Failure> {
+    /// Waits for `key`, which global rank `writer` publishes; if it does not in time, the error names it.
+    pub(super) fn await_key(&self, key: &str, writer: usize) -> Result<Vec<u8>, Failure> {
         loop {
             self.wait.report(|| vec![writer]);
             let until = self.wait.deadline.min(Instant::now() + STORE_POLL_INTERVAL);
             match self.store.get(key, until) {
                 Ok(Some(value)) => return Ok(value),
-                Ok(None) => self.wait.check_end(&missing)?,
+                Ok(None) => self.wait.check_end(|| vec![writer])?,
                 Err(error) => self.tolerate(error)?,
             }
         }
@@ -377,6 +370,16 @@ mod tests {
             self.error()?;
             self.store.get(key, deadline)
         }
+
+        fn gather(
+            &self,
+            prefix: &str,
+            count: usize,
+            deadline: Instant,
+        ) -> Result<Option<Entries>, StoreError> {
+            self.error()?;
+            self.store.gather(prefix, count, deadline)
+        }
     }
 
     fn away() -> StoreError {
@@ -390,7 +393,7 @@ mod tests {
             wait: &wait,
             what: "meeting",
         };
-        lookup.await_key("there", 0, || panic!("it was written"))
+        lookup.await_key("there", 0)
     }
 
     #[test]
@@ -404,7 +407,7 @@ mod tests {
             what: "meeting",
         };
         assert_eq!(lookup.publish("here", b"1"), Ok(()));
-        assert_eq!(lookup.await_key("here", 0, Vec::new), Ok(b"1".to_vec()));
+        assert_eq!(lookup.await_key("here", 0), Ok(b"1".to_vec()));
     }
 
     #[test]

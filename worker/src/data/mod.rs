@@ -7,14 +7,12 @@
 //! | `token_file.rs` | a text, or a file of tokens of a kind that its first bytes identify |
 //! | `dataset.rs` | [`Dataset`]: the training and the validation [`Tokens`] of a configuration, in files that [`matching()`] finds |
 //! | `loader.rs` | [`Sampler`]: which block is sample `n` of the run; [`Loader`]: the samples of one rank; [`eval_blocks`]: its share of the validation, and [`fill_batch`] |
-//! | `entropy.rs` | [`Entropies`]: what models that only count reach |
 //!
 //! The samples of a run are one global stream: sample `n` is the same at any number of ranks, so that a
 //! run goes on at the same place from the number of consumed samples alone.
 
 mod data_file;
 mod dataset;
-mod entropy;
 mod loader;
 #[cfg(test)]
 mod tests;
@@ -24,7 +22,6 @@ mod vocabulary;
 pub use data_file::DataError;
 pub(crate) use data_file::open_regular;
 pub use dataset::{Dataset, HELD_OUT_PART, MAX_FILES, Tokens, matching};
-pub use entropy::Entropies;
 pub use loader::{BatchShape, IGNORED, Loader, ORDER_VERSION, Sampler, eval_blocks, fill_batch};
 pub use token_file::TokenFacts;
 pub use vocabulary::Vocabulary;

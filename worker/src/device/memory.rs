@@ -18,7 +18,7 @@ use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::Path;
 use std::ptr::NonNull;
 
-use ddp_proto::mounts::SeenGroup;
+use ddp_proto::cgroup::CgroupMembership;
 use ddp_proto::words;
 use memmap2::{Advice, MmapOptions, MmapRaw, UncheckedAdvice};
 use nix::errno::Errno;
@@ -326,10 +326,7 @@ fn nameless(dir: &Path) -> io::Result<File> {
 }
 
 /// What a version of control groups calls its files.
-#[derive(Debug, PartialEq, Eq)]
 struct CgroupVersion {
-    /// Type of the file system.
-    file_system: &'static str,
     limit: &'static str,
     used: &'static str,
     /// Lines of `memory.stat` on cached files, those of the groups below included.
@@ -337,45 +334,31 @@ struct CgroupVersion {
 }
 
 const V2: CgroupVersion = CgroupVersion {
-    file_system: "cgroup2",
     limit: "memory.max",
     used: "memory.current",
     cached: ["active_file", "inactive_file"],
 };
 
 const V1: CgroupVersion = CgroupVersion {
-    file_system: "cgroup",
     limit: "memory.limit_in_bytes",
     used: "memory.usage_in_bytes",
     cached: ["total_active_file", "total_inactive_file"],
 };
 
-/// The group of this process in one hierarchy, as far as it can be seen from here.
-#[derive(Debug, PartialEq, Eq)]
-struct MemoryCgroup {
-    version: &'static CgroupVersion,
-    seen: SeenGroup,
-}
-
 /// Bytes that can be allocated before somebody is killed; none if that is unknown.
 fn available_bytes() -> Option<u64> {
-    least("MemAvailable:", MemoryCgroup::least_headroom)
+    least("MemAvailable:", headroom(&CgroupMembership::of_this_process()))
 }
 
 /// Bytes that could be allocated if nobody else had any: the system never gives more. None if that is unknown.
 fn most_bytes() -> Option<u64> {
-    least("MemTotal:", MemoryCgroup::least_limit)
+    least("MemTotal:", CgroupMembership::of_this_process().memory_limit())
 }
 
-/// The least of a line of `/proc/meminfo` and of the control groups' numbers.
-fn least(line: &str, of_group: impl Fn(&MemoryCgroup) -> Option<u64>) -> Option<u64> {
-    let text = |path| read_to_string(path).unwrap_or_default();
-    let groups = groups(&text("/proc/self/mountinfo"), &text("/proc/self/cgroup"));
-    let machine = kernels_count(&text("/proc/meminfo"), line);
-    machine
-        .into_iter()
-        .chain(groups.iter().filter_map(of_group))
-        .min()
+/// The least of a line of `/proc/meminfo` and of the control groups' number.
+fn least(line: &str, of_groups: Option<u64>) -> Option<u64> {
+    let meminfo = read_to_string("/proc/meminfo").unwrap_or_default();
+    kernels_count(&meminfo, line).into_iter().chain(of_groups).min()
 }
 
 /// All memory of the machine, with its swap space; none if that is unknown.
@@ -392,53 +375,25 @@ fn kernels_count(text: &str, name: &str) -> Option<u64> {
     Some(kib * 1024)
 }
 
-/// The groups that may limit memory: of version 2, and of the memory controller of version 1.
-fn groups(mounts: &str, membership: &str) -> Vec<MemoryCgroup> {
-    let has_memory = |list: &str| list.split(',').any(|name| name == "memory");
-    let of_line = |line: &str| {
-        let (_, rest) = line.split_once(':')?;
-        let (controllers, own) = rest.split_once(':')?;
-        let version = match controllers {
-            "" => &V2,
-            list if has_memory(list) => &V1,
-            _ => return None,
-        };
-        let is_it = |file_system: &str, options: &str| {
-            file_system == version.file_system && (controllers.is_empty() || has_memory(options))
-        };
-        let seen = SeenGroup::find(mounts, own, is_it)?;
-        Some(MemoryCgroup { version, seen })
-    };
-    membership.lines().filter_map(of_line).collect()
+/// The least of limit minus use over the process's groups and all above them.
+fn headroom(membership: &CgroupMembership) -> Option<u64> {
+    let v2 = membership.unified_levels().map(|group| V2.headroom(&group));
+    let v1 = membership.levels_of("memory").map(|group| V1.headroom(&group));
+    v2.chain(v1).flatten().min()
 }
 
-impl MemoryCgroup {
-    /// The least of limit minus use over the group and all above it; cached files give way, and count as free.
-    fn least_headroom(&self) -> Option<u64> {
-        let headroom = |group: &Path| {
-            let used = number(&group.join(self.version.used))?;
-            let stat = read_to_string(group.join("memory.stat")).unwrap_or_default();
-            let limit = number(&group.join(self.version.limit))?;
-            Some(limit.saturating_sub(used.saturating_sub(self.cached(&stat))))
-        };
-        self.least(headroom)
-    }
-
-    /// The least limit over the group and all above it.
-    fn least_limit(&self) -> Option<u64> {
-        self.least(|group| number(&group.join(self.version.limit)))
-    }
-
-    fn least(&self, of_folder: impl Fn(&Path) -> Option<u64>) -> Option<u64> {
-        let groups = self.seen.below.ancestors();
-        groups
-            .filter_map(|group| of_folder(&self.seen.mount.join(group)))
-            .min()
+impl CgroupVersion {
+    /// Limit minus use of one group; cached files give way, and count as free.
+    fn headroom(&self, group: &Path) -> Option<u64> {
+        let used = number(&group.join(self.used))?;
+        let stat = read_to_string(group.join("memory.stat")).unwrap_or_default();
+        let limit = number(&group.join(self.limit))?;
+        Some(limit.saturating_sub(used.saturating_sub(self.cached(&stat))))
     }
 
     fn cached(&self, stat: &str) -> u64 {
         let lines = stat.lines().filter_map(|line| line.split_once(' '));
-        let cached = lines.filter(|(name, _)| self.version.cached.contains(name));
+        let cached = lines.filter(|(name, _)| self.cached.contains(name));
         cached.filter_map(|(_, bytes)| bytes.parse::<u64>().ok()).sum()
     }
 }
@@ -538,41 +493,6 @@ mod tests {
         assert_eq!(kernels_count(meminfo, "MemAvailable:"), Some(1 << 20));
         assert_eq!(kernels_count(meminfo, "MemTotal:"), Some(24_576_000_000));
         assert_eq!(kernels_count(meminfo, "SwapTotal:"), None);
-        let at = |version, mount: &str, below: &str| MemoryCgroup {
-            version,
-            seen: SeenGroup {
-                mount: Path::new("/mnt").join(mount),
-                below: below.into(),
-            },
-        };
-        let found = |membership| groups(&mounts(Path::new("/mnt")), membership);
-        assert_eq!(found("0::/pod/job/step\n"), [at(&V2, "v2", "job/step")]);
-        assert_eq!(
-            found("5:cpu,cpuacct:/docker/7\n4:memory:/docker/7\n0::/pod\n"),
-            [at(&V1, "v1", ""), at(&V2, "v2", "")]
-        );
-        for hidden in [
-            "0::/elsewhere\n",
-            "0::/pod/../other\n",
-            "4:memory:/docker/8\n",
-            "",
-        ] {
-            assert_eq!(found(hidden), [], "`{hidden}`");
-        }
-    }
-
-    #[test]
-    fn groups_and_mounts_may_have_spaces_in_their_names() {
-        let mounts =
-            r"32 30 0:28 /my\040pod /mnt/control\040groups\134v2 rw - cgroup2 cgroup rw".to_owned() + "\n";
-        let expected = MemoryCgroup {
-            version: &V2,
-            seen: SeenGroup {
-                mount: r"/mnt/control groups\v2".into(),
-                below: "a job".into(),
-            },
-        };
-        assert_eq!(groups(&mounts, "0::/my pod/a job\n"), [expected]);
     }
 
     #[test]
@@ -604,11 +524,9 @@ mod tests {
         for folder in ["v2/job/step", "v1/job"] {
             std::fs::create_dir_all(root.path().join(folder)).unwrap();
         }
-        let headroom = || -> Vec<Option<u64>> {
-            let found = groups(&mounts(root.path()), "4:memory:/docker/7/job\n0::/pod/job/step\n");
-            found.iter().map(MemoryCgroup::least_headroom).collect()
-        };
-        assert_eq!(headroom(), [None, None]);
+        let groups = |membership: &str| CgroupMembership::new(mounts(root.path()), membership.to_owned());
+        let all = || groups("4:memory:/docker/7/job\n0::/pod/job/step\n");
+        assert_eq!((headroom(&all()), all().memory_limit()), (None, None));
         write("v2/job/memory.max", "1000\n");
         write("v2/job/memory.current", "450\n");
         write(
@@ -620,9 +538,13 @@ mod tests {
         write("v1/job/memory.limit_in_bytes", "2000\n");
         write("v1/job/memory.usage_in_bytes", "500\n");
         write("v1/job/memory.stat", "active_file 7\ntotal_active_file 100\n");
-        assert_eq!(headroom(), [Some(1600), Some(600)]);
-        let found = groups(&mounts(root.path()), "4:memory:/docker/7/job\n0::/pod/job/step\n");
-        let limits: Vec<Option<u64>> = found.iter().map(MemoryCgroup::least_limit).collect();
-        assert_eq!(limits, [Some(2000), Some(1000)], "whatever is in use");
+        let v1 = groups("4:memory:/docker/7/job\n");
+        assert_eq!((headroom(&v1), headroom(&all())), (Some(1600), Some(600)));
+        let limits = (v1.memory_limit(), all().memory_limit());
+        assert_eq!(limits, (Some(2000), Some(1000)), "whatever is in use");
+        // Two ways to say that there is none.
+        write("v1/job/memory.limit_in_bytes", "9223372036854771712\n");
+        write("v2/job/memory.max", "max\n");
+        assert_eq!(all().memory_limit(), None);
     }
 }

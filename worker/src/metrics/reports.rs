@@ -10,7 +10,6 @@ use serde::{Deserialize, Deserializer, Serialize};
 use super::run_file::{RunFilesError, delete_file, replace_file};
 use crate::checkpoint::open_to_read;
 use crate::collective::WireBytes;
-use crate::data::Entropies;
 
 const FOLDER: &str = "timeline";
 const RANKS: &str = "ranks";
@@ -241,8 +240,6 @@ pub struct Summary {
     /// The step after which it was measured.
     #[serde(default)]
     pub best_val_step: Option<u64>,
-    /// What models that only count reach on the validation data.
-    pub entropies: Entropies,
     /// Bytes of text per token of the validation data, if their files record it.
     #[serde(default)]
     pub bytes_per_token: Option<f64>,
@@ -481,10 +478,6 @@ mod tests {
             val_loss: None,
             best_val_loss: Some(2.25),
             best_val_step: Some(2),
-            entropies: Entropies {
-                unigram: 3.25,
-                bigram: Some(2.32),
-            },
             bytes_per_token: Some(1.0),
             seconds: 1.5,
             tokens_per_s: 4096.0,

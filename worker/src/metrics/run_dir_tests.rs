@@ -404,7 +404,7 @@ fn a_job_that_was_stopped_goes_on_when_it_is_started_again() {
     let write_summary = |run_id: &str, complete: bool, stopped: Option<&str>| {
         let summary = serde_json::json!({
             "name": "train", "run_id": run_id, "steps": 1, "complete": complete, "stopped": stopped, "samples": 1, "tokens": 1,
-            "parameters": 1, "entropies": { "unigram": 1.0 }, "seconds": 1.0, "tokens_per_s": 1.0, "world_size": 1,
+            "parameters": 1, "seconds": 1.0, "tokens_per_s": 1.0, "world_size": 1,
             "generation": 1, "restarts": 0,
         });
         fs::write(folder.path().join("summary.json"), summary.to_string()).unwrap();

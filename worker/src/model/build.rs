@@ -29,7 +29,7 @@ pub fn block_count(config: &config::Model) -> usize {
 /// `vocab_size`, where it is given, may be larger.
 ///
 /// `mlp` is `gpt2` without attention and position embedding, with an untied head: every position sees itself only,
-/// so its loss cannot fall below the bigram entropy of the text.
+/// so its loss cannot fall below the entropy of a token, given the one before.
 pub fn build(config: &config::Model, vocab: usize) -> Result<Model, Problem> {
     build_part(config, vocab, &ModelPart::WHOLE)
 }

@@ -24,11 +24,8 @@ pub trait KeyValue: Send + Sync {
     fn get(&self, key: &str, deadline: Instant) -> Result<Option<Vec<u8>>, StoreError>;
 
     /// All entries whose keys begin with `prefix`, as soon as `count` of them exist; with 0, those that exist now.
-    /// `None`: fewer were there at the deadline. A store that cannot do that refuses: then each key is asked for.
-    fn gather(&self, prefix: &str, count: usize, deadline: Instant) -> Result<Option<Entries>, StoreError> {
-        let _ = (count, deadline);
-        Err(StoreError::Refused(format!("it cannot gather `{prefix}`")))
-    }
+    /// `None`: fewer were there at the deadline.
+    fn gather(&self, prefix: &str, count: usize, deadline: Instant) -> Result<Option<Entries>, StoreError>;
 
     /// How long one call may wait for a caller who has to know when the generation is over: longer, if the store itself
     /// ends the call then.

@@ -17,12 +17,8 @@ use super::setup::{Prepared, Substitutes, open, prepare};
 use super::startup_table::startup_table;
 use super::step::RunSummary;
 use crate::config::TrainConfig;
-use crate::data::{Dataset, Entropies, Tokens};
 use crate::metrics::{RunDir, Summary};
 use crate::session::Session;
-
-/// In longer data only the start is counted, so that files of billions of tokens cost no more.
-const MAX_ENTROPY_TOKENS: usize = 64 << 20;
 
 /// Trains as `config` says, at the place in the job that `session` gives. Every rank of the generation must call it.
 ///
@@ -108,8 +104,7 @@ fn train(config: &TrainConfig, session: &Session, parts: Substitutes) -> Result<
     }
     if rank == 0 && matches!(ended, Err(TrainError::NotSaved { .. })) {
         // Where the disk takes so little; the error that counts is on its way.
-        let _ = summary(&prepared, &recorder, &outcome, started, false)
-            .map(|summary| summary.write(&prepared.run_dir.summary()));
+        let _ = summary(&prepared, &recorder, &outcome, started, false).write(&prepared.run_dir.summary());
     }
     ended?;
     if rank == 0 {
@@ -128,7 +123,7 @@ fn finish(
     last: Option<Summary>,
 ) -> Result<(), TrainError> {
     let (trainer, path) = (prepared.trainer.parts(), prepared.run_dir.summary());
-    let summary = summary(prepared, recorder, outcome, started, true)?;
+    let summary = summary(prepared, recorder, outcome, started, true);
     // A life without steps knows neither loss nor speed, and the life that had them has written them down; unless that
     // one was killed after its last checkpoint.
     let told = last.filter(|before| {
@@ -174,13 +169,13 @@ fn summary(
     outcome: &RunSummary,
     started: Instant,
     is_saved: bool,
-) -> Result<Summary, TrainError> {
+) -> Summary {
     let trainer = prepared.trainer.parts();
     let config = trainer.config;
     let env = trainer.session.env();
     let samples = trainer.loader.consumed_before(outcome.steps);
     let best = recorder.validations().best;
-    Ok(Summary {
+    Summary {
         name: config.run.name.clone(),
         run_id: env.run_id.clone(),
         steps: outcome.steps,
@@ -193,7 +188,6 @@ fn summary(
         val_loss: outcome.val_loss,
         best_val_loss: best.map(|(loss, _)| loss),
         best_val_step: best.map(|(_, step)| step),
-        entropies: entropies(&prepared.dataset)?,
         bytes_per_token: prepared.dataset.val.bytes_per_token(),
         seconds: started.elapsed().as_secs_f64(),
         tokens_per_s: recorder.tokens_per_s(),
@@ -203,14 +197,7 @@ fn summary(
         checkpoint: trainer.checkpoints.last(),
         failed_saves: trainer.checkpoints.failed() + u64::from(!is_saved),
         device_taken: trainer.world.device.taken_bytes().map(|bytes| bytes as u64),
-    })
-}
-
-/// What models that only count reach on the validation data. Of long data only the start is counted.
-fn entropies(dataset: &Dataset) -> Result<Entropies, TrainError> {
-    let start = |tokens: &Tokens| tokens.part(0..tokens.len().min(MAX_ENTROPY_TOKENS));
-    let [train, val] = [&dataset.train, &dataset.val].map(start);
-    Ok(Entropies::of(&train, &val, dataset.vocabulary.size)?)
+    }
 }
 
 /// What to know of a run that has ended: what it took and came to, where its files are, and what to do next. Every model
@@ -240,7 +227,7 @@ fn end_summary(summary: &Summary, first_step: u64, out_dir: &Path) -> String {
     lines.join("\n")
 }
 
-/// The validation loss beside what a model without context can reach, and the best one, if that is another.
+/// The validation loss, and the best one, if that is another.
 fn validation(summary: &Summary) -> Option<String> {
     let best = (summary.best_val_loss.zip(summary.best_val_step))
         .filter(|(best, _)| summary.val_loss.is_none_or(|last| *best < last))
@@ -248,16 +235,11 @@ fn validation(summary: &Summary) -> Option<String> {
     let Some(loss) = summary.val_loss else {
         return best;
     };
-    let Entropies { unigram, bigram } = summary.entropies;
-    let last = match (bigram, summary.bytes_per_token) {
-        (Some(bigram), _) => {
-            format!("val loss {loss:.3} nats/byte (unigram {unigram:.2}, bigram {bigram:.2})")
-        }
-        (None, None) => format!("val loss {loss:.3} nats/token (unigram {unigram:.2})"),
-        (None, Some(bytes)) => format!(
-            "val loss {loss:.3} nats/token (unigram {unigram:.2}), {:.3} nats/byte",
-            loss / bytes
-        ),
+    let last = match summary.bytes_per_token {
+        // Each token is a byte.
+        Some(1.0) => format!("val loss {loss:.3} nats/byte"),
+        Some(bytes) => format!("val loss {loss:.3} nats/token, {:.3} nats/byte", loss / bytes),
+        None => format!("val loss {loss:.3} nats/token"),
     };
     Some(match best {
         Some(best) => format!("{last}; {best}"),
@@ -283,10 +265,6 @@ mod tests {
             val_loss: Some(1.717_9),
             best_val_loss: Some(1.717_9),
             best_val_step: Some(600),
-            entropies: Entropies {
-                unigram: 3.25,
-                bigram: Some(2.32),
-            },
             bytes_per_token: Some(1.0),
             seconds: 32.4,
             tokens_per_s: 38_200.0,
@@ -303,7 +281,7 @@ mod tests {
     fn the_end_says_what_to_know() {
         insta::assert_snapshot!(end_summary(&summary(), 0, Path::new("runs/a/b")), @"
         done: 600 steps, 0:32 at 38.2k tok/s
-        val loss 1.718 nats/byte (unigram 3.25, bigram 2.32)
+        val loss 1.718 nats/byte
         checkpoint  runs/a/b/checkpoints/step_00000600
         metrics     runs/a/b/metrics.jsonl
         next        ddp-train generate runs/a/b --prompt 'The '
@@ -330,12 +308,11 @@ mod tests {
     #[test]
     fn the_loss_says_of_what_it_is() {
         let mut tokens = summary();
-        tokens.entropies.bigram = None;
         (tokens.val_loss, tokens.bytes_per_token) = (Some(3.2812), None);
         (tokens.best_val_loss, tokens.best_val_step) = (Some(3.19), Some(560));
-        insta::assert_snapshot!(validation(&tokens).unwrap(), @"val loss 3.281 nats/token (unigram 3.25); best val loss 3.190 after step 560");
+        insta::assert_snapshot!(validation(&tokens).unwrap(), @"val loss 3.281 nats/token; best val loss 3.190 after step 560");
         (tokens.bytes_per_token, tokens.best_val_loss) = (Some(4.0), None);
-        insta::assert_snapshot!(validation(&tokens).unwrap(), @"val loss 3.281 nats/token (unigram 3.25), 0.820 nats/byte");
+        insta::assert_snapshot!(validation(&tokens).unwrap(), @"val loss 3.281 nats/token, 0.820 nats/byte");
         tokens.val_loss = None;
         assert_eq!(validation(&tokens), None);
     }

@@ -14,7 +14,7 @@ use ddp_worker::collective::nccl::{Membership, Nccl, NcclTransport};
 use ddp_worker::collective::{Communicator, Executor, Failure, RankInfo, connect};
 use ddp_worker::device::cuda::{CudaDevice, CudaOptions, KernelCache};
 use ddp_worker::device::{CpuDevice, Device};
-use ddp_worker::session::{Cancel, KeyValue, StoreError};
+use ddp_worker::session::{Cancel, Entries, KeyValue, StoreError};
 
 /// What a rank is to do, by the name of a test that does nothing unless it is a rank.
 const RANK: &str = "DDP_TEST_RANK";
@@ -205,5 +205,13 @@ impl KeyValue for FileStore {
             }
             std::thread::park_timeout(Duration::from_millis(1));
         }
+    }
+
+    fn gather(&self, prefix: &str, count: usize, deadline: Instant) -> Result<Option<Entries>, StoreError> {
+        let entries = (0..count).map(|rank| {
+            let key = format!("{prefix}{rank}");
+            Ok(self.get(&key, deadline)?.map(|value| (key, value)))
+        });
+        entries.collect()
     }
 }

@@ -415,10 +415,4 @@ fn the_summary_says_what_the_run_came_to() {
     assert_eq!((summary.steps, summary.samples, summary.world_size), (6, 24, 2));
     assert_eq!(summary.val_loss, trained.summary.val_loss);
     assert_eq!(summary.checkpoint.as_deref(), Some("step_00000006"));
-    assert!(
-        summary
-            .entropies
-            .bigram
-            .is_some_and(|bigram| bigram < summary.entropies.unigram)
-    );
 }

@@ -13,9 +13,9 @@ use super::super::context::LaunchContext;
 use super::super::machine::ExitReason;
 use super::super::workers::WorkerGroup;
 use crate::output::logs::{create_log_dir, free_attempt, remove_empty};
+use crate::report::error_file::JobFailure;
 use crate::report::event_log::{EventLog, LogEvent};
 use crate::report::facts::ReportFacts;
-use crate::report::root_cause::Verdict;
 use crate::report::text;
 
 /// How long the file system may take to store the error files and their copies.
@@ -127,14 +127,14 @@ impl Records {
         } else if let Some(report) = report.clone() {
             let (plan, inherited) = (launch.plan.clone(), launch.inherited.clone());
             let written = files.give(move || {
-                let verdict = Verdict {
+                let failure = JobFailure {
                     facts: &facts,
                     report: &report,
                 };
                 let log_dir = plan.log_dir.as_deref();
                 [
-                    log_dir.map_or(Ok(()), |dir| verdict.write_to(dir)),
-                    verdict.pass_on(&inherited),
+                    log_dir.map_or(Ok(()), |dir| failure.write_to(dir)),
+                    failure.pass_on(&inherited),
                 ]
             });
             let complaints = match timeout(FILE_BOUND, written).await {

@@ -8,7 +8,6 @@ use ddp_proto::control::PeerWait;
 use ddp_proto::ids::Generation;
 use ddp_proto::printable;
 use ddp_proto::rendezvous::{HangVerdict, HungRank, HungWorkers};
-use ddp_proto::words::numbered;
 use nix::sys::signal::{Signal, killpg};
 use nix::unistd::Pid;
 use tokio::time::{sleep, timeout};
@@ -48,8 +47,6 @@ pub(in crate::agent) struct HangWatch {
     asking: Option<Generation>,
     /// What the kernel said last of their threads.
     threads: Threads,
-    /// The step in which workers were called slow.
-    called_slow: Option<u64>,
     /// The missing heartbeats were reported.
     reported_unwatched: bool,
 }
@@ -63,7 +60,6 @@ impl HangWatch {
             files,
             asking: None,
             threads: Threads::new(),
-            called_slow: None,
             reported_unwatched: false,
         }
     }
@@ -74,7 +70,7 @@ impl HangWatch {
     }
 
     /// Looks whether one of the workers that run has said nothing new for too long. If so, all are to be asked what they
-    /// do; [`HangWatch::report`] takes what [`HangWatch::answers`] gives. Half-way there, they are called slow.
+    /// do; [`HangWatch::report`] takes what [`HangWatch::answers`] gives.
     pub(in crate::agent) fn has_to_ask(&mut self, generation: Generation, group: &mut WorkerGroup) -> bool {
         let (Some(bound), None) = (self.bound, self.asking) else {
             return false;
@@ -91,31 +87,12 @@ impl HangWatch {
         let is_news = |(_, worker, beat): &(i32, &Worker, Beat)| {
             !self.waits_with_time_out(worker, beat) || worker.found_waiting != Some(beat.step)
         };
-        if silent.iter().any(is_news) {
+        let has_news = silent.iter().any(is_news);
+        if has_news {
             self.asking = Some(generation);
             group.forget_states();
-            return true;
         }
-        self.call_slow(group, bound);
-        false
-    }
-
-    /// Says once a step which workers have made no progress for half of the time, apart from those that wait for others.
-    fn call_slow(&mut self, group: &WorkerGroup, bound: Duration) {
-        let now = Instant::now();
-        let mut slow = group.silent(bound / 2);
-        slow.retain(|(_, worker, beat)| !self.waits_with_time_out(worker, beat));
-        let any_lost = slow.iter().any(|(.., beat)| beat.is_lost(now, bound));
-        slow.retain(|(.., beat)| beat.is_lost(now, bound) == any_lost);
-        if let Some((_, first, beat)) = slow.first()
-            && self.called_slow.replace(beat.step) != Some(beat.step)
-        {
-            let ranks: Vec<u32> = slow.iter().map(|(_, worker, _)| worker.rank.0).collect();
-            let slowness = beat.slowness(&first.activity, now, bound);
-            let verb = if ranks.len() == 1 { "is" } else { "are" };
-            self.console
-                .say(&format!("{} {verb} slow: {slowness}", numbered("rank", &ranks)));
-        }
+        has_news
     }
 
     /// Leaves the workers the time to say what they do, since those that hang may not answer at all; then gives what the

@@ -2,6 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
+use ddp_proto::cgroup::CgroupMembership;
+
 use super::gpus::{self, Described};
 use crate::cli::machine::hardware;
 use crate::cli::native::libraries::SearchPath;
@@ -51,7 +53,7 @@ impl Facts {
             cores_usable: hardware::usable_cores(),
             cgroup_quota_cores: ddp_launcher::cpu_quota(),
             memory_bytes: memory(&read("/proc/meminfo")),
-            cgroup_memory_bytes: ddp_launcher::memory_limit(),
+            cgroup_memory_bytes: CgroupMembership::of_this_process().memory_limit(),
             worker_group: ddp_launcher::parent_of_workers().map_err(|why| why.to_string()),
             memfd: try_memfd(),
             memlock_bytes: soft_limit(nix::sys::resource::Resource::RLIMIT_MEMLOCK),

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::cli::answer::give;
 use crate::cli::machine::hardware;
-use crate::cli::native::cuda::{GpuFacts, Reach, Survey};
+use crate::cli::native::cuda::{GpuFacts, visible_gpus};
 use crate::cli::native::libraries::{Library, LibraryKind, Version};
 
 /// First argument of the invocation that describes the GPUs.
@@ -21,7 +21,7 @@ const DESCRIBE_TIMEOUT: Duration = Duration::from_mins(1);
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Described {
     /// The visible devices, or why there are none, as an error says it: with its hint, if it has one.
-    pub survey: Result<Survey, String>,
+    pub gpus: Result<Vec<GpuFacts>, String>,
     /// Each library in order of [`LibraryKind::ALL`], or the error of loading it; None if it was not found.
     pub libraries: Vec<Option<Result<LoadedLibrary, String>>>,
 }
@@ -41,7 +41,7 @@ impl Described {
     /// Nothing could be asked.
     pub(super) fn failed(why: &str) -> Self {
         Self {
-            survey: Err(why.to_owned()),
+            gpus: Err(why.to_owned()),
             libraries: vec![None; LibraryKind::ALL.len()],
         }
     }
@@ -54,7 +54,7 @@ impl Described {
 
     /// The devices, none if the driver did not start.
     pub fn gpus(&self) -> &[GpuFacts] {
-        self.survey.as_ref().map_or(&[], |survey| &survey.gpus)
+        self.gpus.as_deref().unwrap_or_default()
     }
 
     /// What was found of a library.
@@ -84,7 +84,7 @@ fn describe() -> Described {
         Err(error) => Some(Err(error.to_string())),
     };
     Described {
-        survey: Survey::take().map_err(|error| error.to_string()),
+        gpus: visible_gpus().map_err(|error| error.to_string()),
         libraries: LibraryKind::ALL.into_iter().map(load).collect(),
     }
 }
@@ -102,62 +102,9 @@ pub fn ask() -> Option<Described> {
     }
 }
 
-/// `GPU 0-1 NVLink; 0-2 through the host`: how GPUs reach each other, alike pairs together; none for fewer than two.
-pub fn links(survey: &Survey) -> Option<String> {
-    let mut groups: Vec<(Reach, Vec<String>)> = Vec::new();
-    for (from, row) in survey.reach.iter().enumerate() {
-        for (to, reach) in row.iter().enumerate().skip(from + 1) {
-            let pair = format!("{from}-{to}");
-            match groups.iter_mut().find(|(known, _)| known == reach) {
-                Some((_, pairs)) => pairs.push(pair),
-                None => groups.push((*reach, vec![pair])),
-            }
-        }
-    }
-    if let [(reach, _)] = groups.as_slice() {
-        return Some(format!("all pairs {}", words(*reach)));
-    }
-    let parts: Vec<_> = groups
-        .iter()
-        .map(|(reach, pairs)| format!("{} {}", pairs.join(" "), words(*reach)))
-        .collect();
-    (!parts.is_empty()).then(|| parts.join("; "))
-}
-
-fn words(reach: Reach) -> &'static str {
-    match reach {
-        Reach::Itself => "itself",
-        Reach::NvLink => "NVLink",
-        Reach::Pcie => "PCI Express, peer to peer",
-        Reach::Host => "through host memory",
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn survey(reach: Vec<Vec<Reach>>) -> Survey {
-        Survey {
-            gpus: Vec::new(),
-            reach,
-        }
-    }
-
-    #[test]
-    fn alike_pairs_are_said_together() {
-        use Reach::{Host, Itself, NvLink};
-        assert_eq!(links(&survey(vec![vec![Itself]])), None);
-        let two = survey(vec![vec![Itself, NvLink], vec![NvLink, Itself]]);
-        assert_eq!(links(&two).as_deref(), Some("all pairs NVLink"));
-        let three = survey(vec![
-            vec![Itself, NvLink, Host],
-            vec![NvLink, Itself, Host],
-            vec![Host, Host, Itself],
-        ]);
-        let expected = "0-1 NVLink; 0-2 1-2 through host memory";
-        assert_eq!(links(&three).as_deref(), Some(expected));
-    }
 
     #[test]
     fn an_answer_survives_its_way_between_processes() {

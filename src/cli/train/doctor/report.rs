@@ -3,7 +3,7 @@
 use std::fmt::Write;
 
 use super::facts::Facts;
-use super::gpus::{self, Described};
+use super::gpus::Described;
 use crate::cli::native::libraries::{LibraryKind, Newer, Version};
 
 /// Fewest open files that a node with 8 workers is comfortable with.
@@ -121,16 +121,16 @@ fn gpu_section(facts: &Facts, out: &mut String) {
     );
     let visible = facts.cuda_visible_devices.as_deref().unwrap_or("not set");
     row(out, "visible devices", &format!("CUDA_VISIBLE_DEVICES {visible}"));
-    match facts.described.as_ref().map(|described| &described.survey) {
+    match facts.described.as_ref().map(|described| &described.gpus) {
         None => row(out, "devices", "none"),
         Some(Err(error)) => row(
             out,
             "devices",
             &format!("none: {}", Finding::of(error, "").problem),
         ),
-        Some(Ok(survey)) if survey.gpus.is_empty() => row(out, "devices", "none"),
-        Some(Ok(survey)) => {
-            for (ordinal, gpu) in survey.gpus.iter().enumerate() {
+        Some(Ok(gpus)) if gpus.is_empty() => row(out, "devices", "none"),
+        Some(Ok(gpus)) => {
+            for (ordinal, gpu) in gpus.iter().enumerate() {
                 let (major, minor) = gpu.compute_capability;
                 let value = format!(
                     "{}, sm_{major}{minor}, {}, {} multiprocessors, {} KiB shared per block, PCI {}",
@@ -141,9 +141,6 @@ fn gpu_section(facts: &Facts, out: &mut String) {
                     gpu.pci
                 );
                 row(out, &format!("device {ordinal}"), &value);
-            }
-            if let Some(links) = gpus::links(survey) {
-                row(out, "between devices", &links);
             }
         }
     }
@@ -202,7 +199,7 @@ fn findings(facts: &Facts) -> Vec<Finding> {
     }
     let gpus = facts.described.as_ref().map_or(&[][..], Described::gpus);
     if gpus.is_empty() {
-        let why = match facts.described.as_ref().map(|described| &described.survey) {
+        let why = match facts.described.as_ref().map(|described| &described.gpus) {
             Some(Err(error)) => error.as_str(),
             _ => "the driver reports no device",
         };
@@ -296,7 +293,7 @@ fn gib(bytes: u64) -> String {
 mod tests {
     use super::super::gpus::LoadedLibrary;
     use super::*;
-    use crate::cli::native::cuda::{GpuFacts, Reach, Survey};
+    use crate::cli::native::cuda::GpuFacts;
     use crate::cli::native::libraries::LibraryError;
 
     fn machine() -> Facts {
@@ -341,10 +338,7 @@ mod tests {
             }))
         };
         Described {
-            survey: Ok(Survey {
-                gpus: vec![gpu],
-                reach: vec![vec![Reach::Itself]],
-            }),
+            gpus: Ok(vec![gpu]),
             libraries: vec![
                 library("libcuda.so", 12, 8),
                 library("libcublasLt.so", 12, 9),
@@ -413,10 +407,10 @@ mod tests {
         let mut facts = machine();
         facts.driver_version = Some("550.54.14".into());
         let mut described = one_gpu();
-        let survey = described.survey.as_mut().expect("one GPU");
-        let mut old = survey.gpus[0].clone();
+        let gpus = described.gpus.as_mut().expect("one GPU");
+        let mut old = gpus[0].clone();
         (old.name, old.compute_capability) = ("Tesla T4".into(), (7, 5));
-        survey.gpus.push(old);
+        gpus.push(old);
         facts.described = Some(described);
         let report = render(&facts);
         let (_, missing) = report.split_once("problems found").expect("one finding");
@@ -433,7 +427,7 @@ mod tests {
         let mut facts = machine();
         facts.driver_version = Some("550.54.14".into());
         facts.described = Some(Described {
-            survey: Err("CUDA_ERROR_NO_DEVICE".into()),
+            gpus: Err("CUDA_ERROR_NO_DEVICE".into()),
             libraries: vec![None; 4],
         });
         assert!(render(&facts).contains("- no usable device: CUDA_ERROR_NO_DEVICE\n"));
@@ -445,7 +439,7 @@ mod tests {
         let path = "/cuda/lib64/stubs/libcuda.so";
         let stub = LibraryError::Stub { path: path.into() };
         let mut described = Described {
-            survey: Err(stub.to_string()),
+            gpus: Err(stub.to_string()),
             libraries: vec![None; 4],
         };
         described.libraries[0] = Some(Ok(LoadedLibrary {

@@ -14,7 +14,7 @@
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::ops::Range;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
@@ -28,7 +28,7 @@ use super::topology::{Member, RankInfo, Topology};
 use crate::collective::error::Failure;
 use crate::collective::operation::{Descriptor, Operation, Request, slice};
 use crate::collective::transport::{SingleRank, Transport, check_members};
-use crate::collective::wait::{Pending, StoreExchange, Wait, absent_ranks};
+use crate::collective::wait::{Pending, StoreExchange, Wait};
 use crate::device::{Arena, ArenaSpec, Device, Held, HostMemory};
 use crate::session::{Cancel, Entries, KeyValue};
 
@@ -91,24 +91,9 @@ fn exchange_addresses(
     };
     let bytes = serde_json::to_vec(own).expect("an address has no map keys that could fail");
     exchange.publish(&key(info.rank), &bytes)?;
-    if let Some(mut found) = exchange.gather(PREFIX, info.world_size, |found| absent_keys(info, found))? {
-        let published = (0..info.world_size).map(|rank| {
-            let bytes = found.remove(&key(rank)).unwrap_or_default();
-            parse_address(rank, &bytes)
-        });
-        return published.collect();
-    }
-    // A store that cannot gather is asked for each.
-    let ranks = 0..info.world_size;
-    let published = ranks.map(|rank| {
-        // If it does not in time: which ranks after it did not either.
-        let absent = || {
-            let later: Vec<usize> = (rank + 1..info.world_size).collect();
-            let now = Instant::now();
-            let (absent, _) = absent_ranks(&later, now, |rank| Ok(store.get(&key(rank), now)?.is_some()));
-            [vec![rank], absent].concat()
-        };
-        let bytes = exchange.await_key(&key(rank), rank, absent)?;
+    let mut found = exchange.gather(PREFIX, info.world_size, |found| absent_keys(info, found))?;
+    let published = (0..info.world_size).map(|rank| {
+        let bytes = found.remove(&key(rank)).unwrap_or_default();
         parse_address(rank, &bytes)
     });
     published.collect()

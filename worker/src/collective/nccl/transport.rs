@@ -162,7 +162,7 @@ fn exchange_id(
         exchange.publish(&key, &text)?;
         return Ok(id);
     }
-    let bytes = exchange.await_key(&key, 0, || vec![0])?;
+    let bytes = exchange.await_key(&key, 0)?;
     published_id(&bytes, &own, nccl.path())
 }
 

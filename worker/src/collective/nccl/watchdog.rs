@@ -315,7 +315,7 @@ mod tests {
 
     use super::super::comm::Oldest;
     use super::*;
-    use crate::session::{Cancel, MemoryStore};
+    use crate::session::{Cancel, Entries, MemoryStore};
 
     const TIMEOUT: Duration = Duration::from_secs(10);
 
@@ -448,6 +448,10 @@ mod tests {
             // A key that is never written.
             MemoryStore::default().get("never", deadline)?;
             Err(StoreError::Unavailable("the daemon did not answer".into()))
+        }
+
+        fn gather(&self, _: &str, _: usize, deadline: Instant) -> Result<Option<Entries>, StoreError> {
+            self.get("", deadline).map(|_| None)
         }
     }
 

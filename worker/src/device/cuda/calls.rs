@@ -14,8 +14,8 @@ use std::ptr;
 use std::sync::OnceLock;
 
 use cudarc::driver::sys::{
-    CUcontext, CUdevice, CUdevice_P2PAttribute, CUdevice_attribute, CUdeviceptr, CUevent, CUfunction,
-    CUfunction_attribute, CUhostFn, CUmodule, CUresult as Code, CUstream,
+    CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUfunction, CUfunction_attribute,
+    CUhostFn, CUmodule, CUresult as Code, CUstream,
 };
 
 use crate::libraries::{Library, LibraryError, LibraryKind, table};
@@ -109,10 +109,6 @@ calls! {
         device_attribute(value: *mut c_int, attribute: CUdevice_attribute, device: CUdevice) = "cuDeviceGetAttribute";
         /// Its PCI address, cut to so many bytes with the final zero.
         device_pci(address: *mut c_char, bytes: c_int, device: CUdevice) = "cuDeviceGetPCIBusId";
-        /// One property of the way from a device to another.
-        device_reach(
-            value: *mut c_int, attribute: CUdevice_P2PAttribute, from: CUdevice, to: CUdevice,
-        ) = "cuDeviceGetP2PAttribute";
     }
 }
 

@@ -10,9 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use cudarc::driver::sys::{
-    self, CUdevice, CUdevice_P2PAttribute as Peer, CUdevice_attribute as Attribute, CUresult as Code,
-};
+use cudarc::driver::sys::{self, CUdevice, CUdevice_attribute as Attribute, CUresult as Code};
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 
@@ -573,66 +571,14 @@ fn text<const BYTES: usize>(
     Ok(text.to_string_lossy().into_owned())
 }
 
-/// How one GPU reaches another's memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Reach {
-    /// It is the same one.
-    Itself,
-    /// Directly, with atomic operations: a link of NVIDIA's own.
-    NvLink,
-    /// Directly, over PCI Express.
-    Pcie,
-    /// Only through host memory.
-    Host,
-}
-
-/// All visible GPUs.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Survey {
-    /// In the order of their numbers.
-    pub gpus: Vec<GpuFacts>,
-    /// How the first reaches the second, by numbers.
-    pub reach: Vec<Vec<Reach>>,
-}
-
-impl Survey {
-    /// Asks the driver for all devices that `CUDA_VISIBLE_DEVICES` shows.
-    pub fn take() -> Result<Self, DeviceError> {
-        let count = count_devices()?;
-        let devices = (0..count).map(|ordinal| {
-            device_of(ordinal).map_err(|error| driver_error(format!("cannot see GPU {ordinal}"), error))
-        });
-        let devices = devices.collect::<Result<Vec<_>, _>>()?;
-        let facts = |device: &CUdevice| {
-            facts_of(*device).map_err(|error| driver_error("cannot describe a GPU".to_owned(), error))
-        };
-        let row = |from: &CUdevice| devices.iter().map(|to| reach(*from, *to)).collect();
-        Ok(Self {
-            gpus: devices.iter().map(facts).collect::<Result<_, _>>()?,
-            reach: devices.iter().map(row).collect(),
-        })
-    }
-}
-
-/// What the driver does not answer counts as missing.
-fn reach(from: CUdevice, to: CUdevice) -> Reach {
-    if from == to {
-        return Reach::Itself;
-    }
-    let says = |attribute| {
-        // SAFETY: both devices were given by the driver; the function writes one integer.
-        let said = written(0, |value| unsafe {
-            calls::device_reach(value, attribute, from, to)
-        });
-        said.is_ok_and(|value| value != 0)
+/// All devices that `CUDA_VISIBLE_DEVICES` shows, in the order of their numbers.
+pub fn visible_gpus() -> Result<Vec<GpuFacts>, DeviceError> {
+    let facts = |ordinal| {
+        let device =
+            device_of(ordinal).map_err(|error| driver_error(format!("cannot see GPU {ordinal}"), error))?;
+        facts_of(device).map_err(|error| driver_error("cannot describe a GPU".to_owned(), error))
     };
-    if !says(Peer::CU_DEVICE_P2P_ATTRIBUTE_ACCESS_SUPPORTED) {
-        Reach::Host
-    } else if says(Peer::CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED) {
-        Reach::NvLink
-    } else {
-        Reach::Pcie
-    }
+    (0..count_devices()?).map(facts).collect()
 }
 
 #[cfg(test)]

@@ -6,7 +6,7 @@
 //! | file | what it is | what it must not know |
 //! |---|---|---|
 //! | `calls` | the driver's functions, from the file that discovery chose | what they are called for |
-//! | `driver` | [`CudaContext`]: the driver started, one device chosen, its streams, who holds its memory; [`Survey`]: all devices; results as errors | memory |
+//! | `driver` | [`CudaContext`]: the driver started, one device chosen, its streams, who holds its memory; [`visible_gpus`]; results as errors | memory |
 //! | `memory` | [`DeviceMemory`] and page-locked memory of the host | streams |
 //! | `stream` | one stream: its first error, its last operations, its scratch memory, its copies; CUDA's events as [`super::Event`] | which operations exist |
 //! | `nvrtc` | from the text of a kernel to a CUBIN, on disk and in memory; needs no GPU | streams |
@@ -28,7 +28,7 @@ mod nvrtc;
 mod stream;
 
 pub use device::CudaDevice;
-pub use driver::{CudaContext, GpuFacts, Reach, Survey, count_devices, has_device_nodes};
+pub use driver::{CudaContext, GpuFacts, count_devices, has_device_nodes, visible_gpus};
 pub use launch::{CudaOptions, Grid, LaunchContext};
 pub use matmul::{Operand, Product};
 pub use memory::{DeviceMemory, DevicePtr};

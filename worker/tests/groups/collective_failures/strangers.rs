@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use ddp_proto::trust::data_key::DataKey;
 use ddp_worker::collective::{Communicator, Executor, Failure, RankInfo, ReduceOp, Transport, connect};
-use ddp_worker::session::{KeyValue, MemoryStore, StoreError};
+use ddp_worker::session::{Entries, KeyValue, MemoryStore, StoreError};
 
 use crate::collective_world::{PATIENCE, Rank, World, done, launch, numbers, read};
 
@@ -29,15 +29,17 @@ impl KeyValue for Elsewhere<'_> {
     }
 
     fn get(&self, key: &str, deadline: Instant) -> Result<Option<Vec<u8>>, StoreError> {
-        let value = self.store.get(key, deadline)?;
-        Ok(value.map(|value| match key {
-            "collective/0" => {
-                let mut card: serde_json::Value = serde_json::from_slice(&value).unwrap();
-                card["tcp"] = self.address.to_string().into();
-                serde_json::to_vec(&card).unwrap()
-            }
-            _ => value,
-        }))
+        self.store.get(key, deadline)
+    }
+
+    fn gather(&self, prefix: &str, count: usize, deadline: Instant) -> Result<Option<Entries>, StoreError> {
+        let mut found = self.store.gather(prefix, count, deadline)?;
+        if let Some(bytes) = found.as_mut().and_then(|found| found.get_mut("collective/0")) {
+            let mut card: serde_json::Value = serde_json::from_slice(bytes).unwrap();
+            card["tcp"] = self.address.to_string().into();
+            *bytes = serde_json::to_vec(&card).unwrap();
+        }
+        Ok(found)
     }
 }
 
@@ -110,6 +112,10 @@ impl KeyValue for Late<'_> {
     }
 
     fn get(&self, key: &str, deadline: Instant) -> Result<Option<Vec<u8>>, StoreError> {
+        self.store.get(key, deadline)
+    }
+
+    fn gather(&self, prefix: &str, count: usize, deadline: Instant) -> Result<Option<Entries>, StoreError> {
         let left = deadline.saturating_duration_since(Instant::now());
         let is_let_in = self.is_let_in.lock().unwrap();
         let (is_let_in, _) = self
@@ -120,7 +126,7 @@ impl KeyValue for Late<'_> {
             return Ok(None);
         }
         drop(is_let_in);
-        self.store.get(key, deadline)
+        self.store.gather(prefix, count, deadline)
     }
 }
 

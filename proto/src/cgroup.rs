@@ -3,14 +3,14 @@
 //! The mount table says where a hierarchy is to be seen, and which part of it: a container sees its own part only. A
 //! group that is not below that part cannot be seen, and nothing is said of it.
 
+use std::ffi::OsString;
 use std::fs;
-use std::path::{Path, PathBuf};
-
-use ddp_proto::mounts::SeenGroup;
+use std::os::unix::ffi::OsStringExt as _;
+use std::path::{Component, Path, PathBuf};
 
 /// What the kernel says of mounts and groups of this process, read once.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct CgroupMembership {
+pub struct CgroupMembership {
     /// `/proc/self/mountinfo`
     mounts: String,
     /// `/proc/self/cgroup`
@@ -19,21 +19,23 @@ pub(crate) struct CgroupMembership {
 
 impl CgroupMembership {
     /// Of this process, now; nothing where `/proc` says nothing.
-    pub(crate) fn of_this_process() -> Self {
+    pub fn of_this_process() -> Self {
         let read = |path| fs::read_to_string(path).unwrap_or_default();
-        Self {
-            mounts: read("/proc/self/mountinfo"),
-            membership: read("/proc/self/cgroup"),
-        }
+        Self::new(read("/proc/self/mountinfo"), read("/proc/self/cgroup"))
+    }
+
+    /// By the text of a process's `mountinfo` and `cgroup`.
+    pub fn new(mounts: String, membership: String) -> Self {
+        Self { mounts, membership }
     }
 
     /// The folder of this process's group of version 2.
-    pub(crate) fn unified(&self) -> Option<PathBuf> {
+    pub fn unified(&self) -> Option<PathBuf> {
         self.unified_levels().next()
     }
 
     /// Folders of this process's group of version 2 and of those above it, nearest first.
-    pub(crate) fn unified_levels(&self) -> impl Iterator<Item = PathBuf> {
+    pub fn unified_levels(&self) -> impl Iterator<Item = PathBuf> {
         let mut lines = self.membership.lines();
         let own = lines.find_map(|line| line.strip_prefix("0::"));
         self.levels(own, |kind, _| kind == "cgroup2")
@@ -41,7 +43,7 @@ impl CgroupMembership {
 
     /// Folders of this process's group and of those above it in the hierarchy of version 1 that has `controller`,
     /// nearest first; none where that is not mounted.
-    pub(crate) fn levels_of(&self, controller: &str) -> impl Iterator<Item = PathBuf> {
+    pub fn levels_of(&self, controller: &str) -> impl Iterator<Item = PathBuf> {
         let has = |list: &str| list.split(',').any(|name| name == controller);
         let own = self.membership.lines().find_map(|line| {
             let (_, rest) = line.split_once(':')?;
@@ -51,16 +53,64 @@ impl CgroupMembership {
         self.levels(own, |kind, options| kind == "cgroup" && has(options))
     }
 
+    /// The least memory in bytes that these groups leave to the process; none without a limit.
+    pub fn memory_limit(&self) -> Option<u64> {
+        let limit = |path: PathBuf| fs::read_to_string(path).ok()?.trim().parse::<u64>().ok();
+        let v2 = self.unified_levels().map(|level| level.join("memory.max"));
+        let v1 = self.levels_of("memory");
+        let v1 = v1.map(|level| level.join("memory.limit_in_bytes"));
+        // Version 1 writes a number of pages beyond all memory where there is no limit.
+        v2.chain(v1)
+            .filter_map(limit)
+            .filter(|bytes| *bytes < NO_LIMIT)
+            .min()
+    }
+
     /// Folders of the group `own` and of those above it, as far as they can be seen, nearest first, in the first
     /// hierarchy with this type and these options of its file system.
     fn levels(&self, own: Option<&str>, is_it: impl Fn(&str, &str) -> bool) -> std::vec::IntoIter<PathBuf> {
-        let seen = own.and_then(|own| SeenGroup::find(&self.mounts, own, is_it));
-        let levels = |SeenGroup { mount, below }| -> Vec<PathBuf> {
-            let levels = below.ancestors();
-            levels.map(|level| in_folder(&mount, level)).collect()
-        };
-        seen.map(levels).unwrap_or_default().into_iter()
+        let mut mounts = self.mounts.lines();
+        let levels = own.and_then(|own| mounts.find_map(|mount| levels_at(mount, own, &is_it)));
+        levels.unwrap_or_default().into_iter()
     }
+}
+
+/// The least that version 1 writes for "no limit": the largest number of bytes, rounded down to the largest pages.
+const NO_LIMIT: u64 = (i64::MAX as u64) & !((64 << 10) - 1);
+
+/// [`CgroupMembership::levels`] by one line of the mount table, if that mount shows the group.
+fn levels_at(mount: &str, own: &str, is_it: impl Fn(&str, &str) -> bool) -> Option<Vec<PathBuf>> {
+    let (mount, file_system) = mount.split_once(" - ")?;
+    let mut file_system = file_system.split(' ');
+    let (kind, options) = (file_system.next()?, file_system.nth(1).unwrap_or_default());
+    if !is_it(kind, options) {
+        return None;
+    }
+    let mut fields = mount.split(' ').skip(3);
+    let (root, point) = (fields.next()?, fields.next()?);
+    let below = Path::new(own).strip_prefix(unescaped(root)).ok()?;
+    let is_plain = |part| matches!(part, Component::Normal(_));
+    let point = unescaped(point);
+    let levels = below.ancestors().map(|level| in_folder(&point, level));
+    below.components().all(is_plain).then(|| levels.collect())
+}
+
+/// As the kernel shows a path in this file: a byte that would end a field is `\` and three octal digits.
+fn unescaped(field: &str) -> PathBuf {
+    let mut parts = field.split('\\');
+    let mut path = parts.next().unwrap_or_default().as_bytes().to_vec();
+    for part in parts {
+        let escaped = part.split_at_checked(3).and_then(|(digits, rest)| {
+            let byte = u8::from_str_radix(digits, 8).ok()?;
+            Some((byte, rest))
+        });
+        // The kernel escapes every backslash, so that this is always there.
+        if let Some((byte, rest)) = escaped {
+            path.push(byte);
+            path.extend(rest.as_bytes());
+        }
+    }
+    PathBuf::from(OsString::from_vec(path))
 }
 
 /// Joined without a slash at the end.
@@ -72,28 +122,8 @@ fn in_folder(mount: &Path, below: &Path) -> PathBuf {
     }
 }
 
-/// The least memory in bytes that a control group of this process, or one above it, leaves it; none without a limit.
-pub fn memory_limit() -> Option<u64> {
-    least_memory(&CgroupMembership::of_this_process())
-}
-
-fn least_memory(membership: &CgroupMembership) -> Option<u64> {
-    let limit = |path: PathBuf| fs::read_to_string(path).ok()?.trim().parse::<u64>().ok();
-    let v2 = membership.unified_levels().map(|level| level.join("memory.max"));
-    let v1 = membership.levels_of("memory");
-    let v1 = v1.map(|level| level.join("memory.limit_in_bytes"));
-    // Version 1 writes a number of pages beyond all memory where there is no limit.
-    v2.chain(v1)
-        .filter_map(limit)
-        .filter(|bytes| *bytes < NO_LIMIT)
-        .min()
-}
-
-/// The least that version 1 writes for "no limit": the largest number of bytes, rounded down to the largest pages.
-const NO_LIMIT: u64 = (i64::MAX as u64) & !((64 << 10) - 1);
-
 #[cfg(test)]
-pub(super) mod tests {
+mod tests {
     use super::*;
 
     const MOUNTS: &str = "\
@@ -107,21 +137,6 @@ pub(super) mod tests {
     fn membership(membership: &str) -> CgroupMembership {
         CgroupMembership {
             mounts: MOUNTS.to_owned(),
-            membership: membership.to_owned(),
-        }
-    }
-
-    /// A machine whose hierarchies, of version 2 and of the memory and cpu controllers of version 1, lie in `root`.
-    pub(crate) fn machine(root: &Path, membership: &str) -> CgroupMembership {
-        let mounts = ["v2", "memory", "cpu"].map(|name| {
-            let kind = if name == "v2" { "cgroup2" } else { "cgroup" };
-            format!(
-                "9 1 0:1 / {}/{name} rw - {kind} {kind} rw,{name}\n",
-                root.display()
-            )
-        });
-        CgroupMembership {
-            mounts: mounts.concat(),
             membership: membership.to_owned(),
         }
     }
@@ -176,28 +191,5 @@ pub(super) mod tests {
             levels("5:cpu,cpuacct:/docker/8\n", "cpu").is_empty(),
             "another container's"
         );
-    }
-
-    #[test]
-    fn the_least_limit_of_memory_counts() {
-        let root = tempfile::tempdir().unwrap();
-        let write = |file: &str, text: &str| {
-            let path = root.path().join(file);
-            fs::create_dir_all(path.parent().unwrap()).unwrap();
-            fs::write(path, text).unwrap();
-        };
-        let membership = machine(root.path(), "4:memory:/docker\n0::/job/step\n");
-        assert_eq!(least_memory(&membership), None);
-        write("memory/docker/memory.limit_in_bytes", "9223372036854771712\n");
-        write("v2/job/step/memory.max", "max\n");
-        assert_eq!(
-            least_memory(&membership),
-            None,
-            "two ways to say that there is none"
-        );
-        write("v2/job/memory.max", "5000\n");
-        assert_eq!(least_memory(&membership), Some(5000));
-        write("memory/docker/memory.limit_in_bytes", "4096\n");
-        assert_eq!(least_memory(&membership), Some(4096));
     }
 }

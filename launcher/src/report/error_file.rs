@@ -46,13 +46,13 @@ struct Failure<'a> {
 }
 
 /// What is written.
-pub(crate) struct Verdict<'a> {
+pub(crate) struct JobFailure<'a> {
     pub(crate) facts: &'a ReportFacts,
     /// The report for people.
     pub(crate) report: &'a str,
 }
 
-impl Verdict<'_> {
+impl JobFailure<'_> {
     /// Writes `error.json` below the log directory, whole or not at all.
     pub(crate) fn write_to(&self, log_dir: &Path) -> io::Result<()> {
         let failure = self.failure().map(|(exit, node)| Failure {
@@ -196,8 +196,8 @@ mod tests {
         }
     }
 
-    fn verdict(facts: &ReportFacts) -> Verdict<'_> {
-        Verdict {
+    fn job_failure(facts: &ReportFacts) -> JobFailure<'_> {
+        JobFailure {
             facts,
             report: "error: it failed",
         }
@@ -206,7 +206,7 @@ mod tests {
     #[test]
     fn programs_read_the_first_failure() {
         let directory = tempfile::tempdir().unwrap();
-        verdict(&facts()).write_to(directory.path()).unwrap();
+        job_failure(&facts()).write_to(directory.path()).unwrap();
         let text = fs::read(directory.path().join("error.json")).unwrap();
         let value: serde_json::Value = serde_json::from_slice(&text).unwrap();
         assert_eq!(value["exit_code"], 137);
@@ -269,7 +269,7 @@ mod tests {
         };
         let directory = tempfile::tempdir().unwrap();
         let all = ReportFacts { failures, ..facts() };
-        verdict(&all).write_to(directory.path()).unwrap();
+        job_failure(&all).write_to(directory.path()).unwrap();
         let text = fs::read(directory.path().join("error.json")).unwrap();
         let value: serde_json::Value = serde_json::from_slice(&text).unwrap();
         assert_eq!(value["more_failures"], 4);
@@ -325,7 +325,7 @@ mod tests {
             stopped: local,
             ..facts()
         };
-        verdict(&all).write_to(directory.path()).unwrap();
+        job_failure(&all).write_to(directory.path()).unwrap();
         let text = fs::read(directory.path().join("error.json")).unwrap();
         let value: serde_json::Value = serde_json::from_slice(&text).unwrap();
         let told: Vec<_> = value["failures"]
@@ -356,15 +356,15 @@ mod tests {
             worker_file: Some(own.clone()),
             ..facts()
         };
-        verdict(&all).pass_on(&env).unwrap();
+        job_failure(&all).pass_on(&env).unwrap();
         let value: serde_json::Value = serde_json::from_slice(&fs::read(&above).unwrap()).unwrap();
         assert_eq!(value["message"]["message"], "error: it failed");
         fs::write(&own, "{\"message\": \"torch says\"}").unwrap();
-        verdict(&all).pass_on(&env).unwrap();
+        job_failure(&all).pass_on(&env).unwrap();
         assert_eq!(
             fs::read_to_string(&above).unwrap(),
             "{\"message\": \"torch says\"}"
         );
-        assert!(verdict(&facts()).pass_on(&[]).is_ok());
+        assert!(job_failure(&facts()).pass_on(&[]).is_ok());
     }
 }
