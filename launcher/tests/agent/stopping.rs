@@ -4,12 +4,10 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use ddp_proto::rendezvous::JobOver;
 use ddp_proto::rendezvous::agent_message::Body as Report;
-use ddp_proto::rendezvous::daemon_message::Body as Word;
 use nix::sys::signal::Signal;
 
-use crate::daemon::{DEADLINE, Daemon, Policy};
+use crate::daemon::{DEADLINE, Daemon};
 use crate::harness::{Meeting, launch};
 use crate::leftovers::groups_of;
 
@@ -90,23 +88,6 @@ fn with_the_scope_of_a_rank_its_children_live_until_it_has_saved() {
     }
 }
 
-#[test]
-fn a_second_signal_kills_at_once() {
-    let daemon = Daemon::start();
-    // A grace beyond the patience of the test.
-    let launch = launch(&daemon)
-        .sh(STUBBORN)
-        .shutdown_timeout(Duration::from_hours(1));
-    let mut launcher = launch.start();
-    launcher.stdout.expect("[0] ready");
-    launcher.signal(Signal::SIGINT);
-    launcher.stderr.expect("stopping the workers");
-    launcher.insist(Signal::SIGINT, "killing the workers");
-    let end = launcher.wait();
-    end.expect_code(130);
-    end.expect_stderr("rank 0: terminated by ddp-run (SIGKILL)");
-}
-
 /// `timeout 30 ddp-run` signals the program and then its process group.
 #[test]
 fn a_signal_that_is_delivered_twice_leaves_time_to_save() {
@@ -131,32 +112,6 @@ fn a_signal_that_is_delivered_twice_leaves_time_to_save() {
     };
     // The second one may come late on a machine that is busy with something else.
     assert!((0..5).any(|_| saves()), "the workers are killed");
-}
-
-#[test]
-fn a_signal_is_honoured_while_nodes_are_waited_for() {
-    let daemon = Daemon::with(Policy {
-        assigns: false,
-        ..Policy::default()
-    });
-    let launcher = launch(&daemon).start();
-    daemon.expect("a join", |message| {
-        matches!(message.body, Some(Report::Join(_))).then_some(())
-    });
-    launcher.signal(Signal::SIGINT);
-    assert_eq!(leave_signal(&daemon), Some(Signal::SIGINT as i32));
-    assert_eq!(launcher.wait().code, 130);
-}
-
-#[test]
-fn a_signal_is_honoured_while_the_daemon_is_silent_after_a_failure() {
-    let daemon = Daemon::undecided();
-    let launcher = launch(&daemon).sh("exit 9").start();
-    daemon.expect("a worker's exit", |message| {
-        matches!(message.body, Some(Report::WorkerExit(_))).then_some(())
-    });
-    launcher.signal(Signal::SIGTERM);
-    assert_eq!(launcher.wait().code, 143);
 }
 
 /// Holds processes in state D, where not even SIGKILL reaches them: the freezer of control groups, version 1.
@@ -252,22 +207,6 @@ fn a_process_that_cannot_be_killed_is_named_and_does_not_hold_up_the_end() {
         "{}",
         end.stderr
     );
-}
-
-#[test]
-fn the_end_of_the_job_elsewhere_stops_the_workers_here() {
-    let daemon = Daemon::start();
-    let mut launcher = launch(&daemon).sh("echo ready; exec tail -f /dev/null").start();
-    launcher.stdout.expect("[0] ready");
-    daemon.say(Word::JobOver(JobOver {
-        exit_code: 55,
-        reason: "rank 9 (node `b`) exited with code 55".into(),
-        ..JobOver::default()
-    }));
-    let end = launcher.wait();
-    end.expect_code(55);
-    end.expect_stderr("error: rank 9 (node `b`) exited with code 55");
-    end.expect_stderr("rank 0: terminated by ddp-run (SIGTERM)");
 }
 
 /// Opening a pipe for writing waits for a reader, as a file on a dead file system waits for its server.

@@ -47,47 +47,6 @@ fn bits(xs: &[f32]) -> Vec<u32> {
     xs.iter().map(|x| x.to_bits()).collect()
 }
 
-fn all_reduce_matches(world: &World, executor: Executor, shared: bool, len: usize, traffic: Traffic) {
-    let inputs: Vec<_> = (0..world.size()).map(|rank| numbers(rank, len)).collect();
-    let expected = bits(&sequential_sum(&world.nodes, &inputs));
-    let results = world.run(executor, |rank| {
-        let arena = rank.arena(shared, &inputs[rank.rank()]);
-        // Twice, so that slots and stages are used again.
-        for _ in 0..2 {
-            fill(&arena.whole(), &inputs[rank.rank()]);
-            let launch = Launch::now(traffic, "test");
-            done(&rank.comm.all_reduce(&arena.whole(), ReduceOp::Sum, launch));
-        }
-        read::<f32>(&arena.whole())
-    });
-    for (rank, result) in results.iter().enumerate() {
-        assert!(
-            bits(result) == expected,
-            "rank {rank} of {:?}, {len} elements, shared {shared}",
-            world.nodes
-        );
-    }
-}
-
-#[test]
-fn all_reduce_equals_the_sequential_sum_bit_by_bit() {
-    for nodes in WORLDS {
-        for (shared, len) in [(true, 1), (false, 1000), (true, 50_001), (false, 200_003)] {
-            for traffic in [Traffic::Grads, Traffic::Other] {
-                all_reduce_matches(&World::of(nodes), Executor::Inline, shared, len, traffic);
-            }
-        }
-    }
-}
-
-#[test]
-fn both_executors_give_the_same_bits() {
-    for nodes in [&[2][..], &[2, 1]] {
-        all_reduce_matches(&World::of(nodes), Executor::Thread, true, 70_001, Traffic::Grads);
-        all_reduce_matches(&World::of(nodes), Executor::Thread, false, 70_001, Traffic::Grads);
-    }
-}
-
 #[test]
 fn reduce_scatter_then_all_gather_is_all_reduce() {
     for nodes in WORLDS {

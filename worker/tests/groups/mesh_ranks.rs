@@ -1,21 +1,19 @@
-//! Reducer and norm on meshes of pipeline × data × tensor ranks: who adds up and counts what, without any model.
+//! Meshes of pipeline × data × tensor ranks: what a tied parameter costs and forbids, and which copies of a parameter
+//! are compared.
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::time::Instant;
 
-use crate::collective_world::{PATIENCE, Rank, World};
+use crate::collective_world::{Rank, World};
 use ddp_proto::env::WorkerEnv;
 use ddp_proto::ids::WorldSize;
 use ddp_worker::collective::Executor;
-use ddp_worker::config::{self, Accumulate, ModelKind, Parallel, Pipeline, ShardGroup, Strategy, Train};
-use ddp_worker::device::{DType, Event};
-use ddp_worker::mesh::{Axis, DATA, Mesh, MeshShape};
-use ddp_worker::model::{self, AxisRole, GradSink, GroupId, Init, ModelPart, ParamId, ParamSpec};
-use ddp_worker::optim::Clip;
+use ddp_worker::config::{self, Accumulate, ModelKind, Parallel, Pipeline, ShardGroup, Strategy};
+use ddp_worker::device::DType;
+use ddp_worker::mesh::{Axis, Mesh, MeshShape};
+use ddp_worker::model::{self, AxisRole, GroupId, Init, ModelPart, ParamId, ParamSpec};
 use ddp_worker::parallel::{
-    GradSpec, GradientLayout, LayoutConfig, NormOrder, ONE_COPY, Parameters, ReduceError, Reducer,
-    ReducerConfig, ReplicaSet, ReshardPolicy, Sharding, is_counted,
+    GradSpec, GradientLayout, LayoutConfig, Parameters, ReduceError, Reducer, ReducerConfig, ReplicaSet,
+    ReshardPolicy, Sharding,
 };
 
 /// Blocks of the whole model: an embedding, layers, and a head with the embedding's matrix.
@@ -95,21 +93,6 @@ impl Case {
         };
         let order: Vec<ParamId> = part.order();
         GradientLayout::new(part.specs.clone(), &order, &config).unwrap()
-    }
-
-    fn norm_order(&self, rank: usize) -> NormOrder {
-        let mesh = self.mesh();
-        let whole = Case { stages: 1, ..*self };
-        let whole = whole.layout(&whole.part(0));
-        let members = mesh.members(rank, &ONE_COPY);
-        let chunks = members.into_iter().map(|member| {
-            let at = |axis| mesh.index(member, &[axis]);
-            let layout = self.layout(&self.part(at(Axis::Pipeline)));
-            let sharding = self.sharding(&layout, at(Axis::Shard));
-            let counts = |id| is_counted(&layout.spec(id).roles, at);
-            NormOrder::chunks((&layout, &sharding), at(Axis::Shard), &whole, counts)
-        });
-        NormOrder::new(&chunks.collect::<Vec<_>>())
     }
 }
 
@@ -200,63 +183,10 @@ impl Part {
     }
 }
 
-/// Which contribution: of a use of a parameter, in a micro-batch of a rank.
-#[derive(Clone, Copy)]
-struct Of {
-    data: usize,
-    tensor: usize,
-    micro_batch: usize,
-    block: usize,
-}
-
-/// Element `i`: not a round number.
-fn contribution(spec: &GradSpec, of: Of, i: usize) -> f32 {
-    let tensor = match spec.roles[Axis::Tensor as usize] {
-        AxisRole::EqualGradients => 0,
-        _ => of.tensor,
-    };
-    let name: usize = spec.name.bytes().map(usize::from).sum();
-    let number = 1 + of.data * 7919 + tensor * 15_485_863 + of.micro_batch * 104_729;
-    let number = number + of.block * 179_424_673 + name * 1_299_709 + i * 31;
-    (number % 10_007) as f32 / 997.0 - 5.0
-}
-
-/// Element `i` of the sum that a rank with this index of its tensor group must have: micro-batches, then uses, tensor
-/// ranks if each has a part, then data-parallel ranks.
-fn expected(case: &Case, spec: &GradSpec, tensor: usize, i: usize) -> f32 {
-    let of_rank = |data: usize, tensor: usize| {
-        let of_use = |block: usize| {
-            let all = (0..case.micro_batches).map(|micro_batch| Of {
-                data,
-                tensor,
-                micro_batch,
-                block,
-            });
-            all.fold(0.0, |sum, of| sum + contribution(spec, of, i))
-        };
-        let uses = spec.blocks.iter().map(|block| of_use(*block));
-        uses.reduce(|sum, more| sum + more).unwrap()
-    };
-    let of_data = |data: usize| match spec.roles[Axis::Tensor as usize] {
-        AxisRole::PartialGradients => {
-            let parts = (0..case.tensor).map(|tensor| of_rank(data, tensor));
-            parts.reduce(|sum, more| sum + more).unwrap()
-        }
-        _ => of_rank(data, tensor),
-    };
-    let slices = (0..case.replicate).map(|copy| {
-        let group = (0..case.shard).map(|rank| of_data(copy * case.shard + rank));
-        group.reduce(|sum, more| sum + more).unwrap()
-    });
-    slices.reduce(|sum, more| sum + more).unwrap()
-}
-
 /// A rank with its mesh.
 struct Member {
     case: Case,
     rank: Rank,
-    shape: MeshShape,
-    part: Part,
     set: ReplicaSet,
     layout: Arc<GradientLayout>,
     sharding: Arc<Sharding>,
@@ -274,9 +204,7 @@ impl Member {
             sharding: Arc::new(case.sharding(&layout, at(Axis::Shard))),
             layout: Arc::new(layout),
             case,
-            shape,
             rank,
-            part,
         }
     }
 
@@ -290,174 +218,6 @@ impl Member {
         let compute = (device, device.stream());
         Reducer::over(&self.set, compute, self.layout.clone(), &self.sharding, config)
     }
-
-    /// Gradients of all micro-batches.
-    fn backward(&self, step: &mut ddp_worker::parallel::Step<'_>) {
-        let index = |axes: &[Axis]| self.shape.index(self.rank.rank(), axes);
-        for micro_batch in 0..self.case.micro_batches {
-            for (block, params) in self.part.blocks.iter().rev() {
-                step.enter(*block);
-                for id in params.iter().rev() {
-                    let of = Of {
-                        data: index(&DATA),
-                        tensor: index(&[Axis::Tensor]),
-                        micro_batch,
-                        block: *block,
-                    };
-                    let spec = self.layout.spec(*id);
-                    let mut grad = step.grad_mut::<f32>(*id).unwrap();
-                    for (i, x) in grad.iter_mut().enumerate() {
-                        *x += contribution(spec, of, i);
-                    }
-                    drop(grad);
-                    step.ready(*id, Event::reached()).unwrap();
-                }
-            }
-        }
-    }
-
-    /// One step: what this rank owns of the sums, and the norm.
-    fn step(&self) -> Outcome {
-        let stream = self.rank.device.stream();
-        let mut reducer = self.reducer().unwrap();
-        let compute = (&self.rank.device, stream);
-        let order = self.case.norm_order(self.rank.rank());
-        let train = Train {
-            grad_clip: Some(1.0),
-            ..Train::default()
-        };
-        let clip = Clip::new(&self.set, compute, (&self.sharding, &order), &train).unwrap();
-        let mut outcome = None;
-        // The second one finds the memory of the first.
-        for _ in 0..2 {
-            let mut step = reducer.step(self.case.micro_batches).unwrap();
-            self.backward(&mut step);
-            let share = step.finish(Instant::now() + PATIENCE).unwrap().sums();
-            if let Some(work) = clip.measure(stream, &share) {
-                work.wait(Instant::now() + PATIENCE).unwrap();
-            }
-            clip.finish(stream, None);
-            let own = self.sharding.own_pieces().into_iter().map(|piece| {
-                let elements = share.slice(&piece.place).host::<f32>().unwrap().to_vec();
-                (piece.param, piece.elements.start, elements)
-            });
-            let own = own.collect();
-            let norm = clip.norm().host::<f32>().unwrap()[0];
-            let found = Outcome { own, norm };
-            assert_eq!(outcome.get_or_insert(found.clone()), &found);
-        }
-        outcome.unwrap()
-    }
-}
-
-#[derive(Clone, Debug, PartialEq)]
-struct Outcome {
-    own: Vec<(ParamId, usize, Vec<f32>)>,
-    norm: f32,
-}
-
-/// Runs a step on all ranks, and checks every sum. Returns the norm, which all ranks have.
-fn norm_of(case: Case) -> f32 {
-    let world = World::of(&[case.ranks()]);
-    let outcomes = world.run(Executor::Thread, |rank| Member::new(case, rank).step());
-    let (mesh, whole) = (case.mesh(), Case { stages: 1, ..case }.part(0));
-    let specs: BTreeMap<&str, &GradSpec> = (whole.specs.iter())
-        .map(|spec| (spec.name.as_str(), spec))
-        .collect();
-    let mut squares = 0.0;
-    for (rank, outcome) in outcomes.iter().enumerate() {
-        let at = |axis| mesh.index(rank, &[axis]);
-        let part = case.part(at(Axis::Pipeline));
-        for (id, start, elements) in &outcome.own {
-            let spec = &part.specs[id.0];
-            let is_one = is_counted(&spec.roles, at) && at(Axis::Replicate) == 0;
-            for (i, found) in elements.iter().enumerate() {
-                let expected = expected(&case, specs[spec.name.as_str()], at(Axis::Tensor), start + i);
-                assert_eq!(
-                    found.to_bits(),
-                    expected.to_bits(),
-                    "{case:?}, rank {rank}: `{}` element {}",
-                    spec.name,
-                    start + i
-                );
-                squares += if is_one { f64::from(*found).powi(2) } else { 0.0 };
-            }
-        }
-        assert_eq!(outcome.norm.to_bits(), outcomes[0].norm.to_bits(), "rank {rank}");
-    }
-    let (norm, expected) = (outcomes[0].norm, squares.sqrt());
-    let error = (f64::from(norm) - expected).abs() / expected;
-    assert!(error < 1e-6, "{case:?}: {norm}, expected {expected}");
-    norm
-}
-
-/// Each with as many stages as it says: the sums are checked, and the norms must have the same bits.
-fn assert_same_norm(cases: impl IntoIterator<Item = Case>) {
-    let norms: Vec<(Case, f32)> = cases.into_iter().map(|case| (case, norm_of(case))).collect();
-    for (case, norm) in &norms {
-        assert_eq!(norm.to_bits(), norms[0].1.to_bits(), "{case:?}: {norms:?}");
-    }
-}
-
-#[test]
-fn stages_and_shards_change_no_bit_of_sums_and_norm() {
-    let zero = [Strategy::Zero1, Strategy::Zero2, Strategy::Zero3];
-    let sharded = zero.map(|strategy| Case::of(strategy, [1, 2]));
-    let cases = [Case::of(Strategy::Ddp, [2, 1])].into_iter().chain(sharded);
-    assert_same_norm(cases.flat_map(|case| [1, 2, 3].map(|stages| Case { stages, ..case })));
-}
-
-#[test]
-fn with_one_micro_batch_too() {
-    let one = Case {
-        micro_batches: 1,
-        ..Case::of(Strategy::Ddp, [2, 1])
-    };
-    let in_slots = [Strategy::Zero2, Strategy::Zero3].map(|strategy| Case {
-        strategy,
-        accumulate: Accumulate::Sharded,
-        replicate: 1,
-        shard: 2,
-        ..one
-    });
-    let stages = [2, 3].map(|stages| Case { stages, ..one });
-    assert_same_norm([one].into_iter().chain(in_slots).chain(stages));
-}
-
-#[test]
-fn tensor_ranks_sum_what_each_has_a_part_of() {
-    let ddp = Case {
-        tensor: 2,
-        ..Case::of(Strategy::Ddp, [2, 1])
-    };
-    let zero = [Strategy::Zero1, Strategy::Zero3].map(|strategy| Case {
-        tensor: 2,
-        ..Case::of(strategy, [1, 2])
-    });
-    let stages = [2, 3].map(|stages| Case { stages, ..zero[1] });
-    assert_same_norm([ddp].into_iter().chain(zero).chain(stages));
-}
-
-#[test]
-fn tensor_ranks_sum_in_every_micro_batch_where_each_is_reduced() {
-    let sharded = |tensor| Case {
-        tensor,
-        accumulate: Accumulate::Sharded,
-        micro_batches: 1,
-        ..Case::of(Strategy::Zero2, [1, 2])
-    };
-    for tensor in [2, 3] {
-        norm_of(sharded(tensor));
-    }
-}
-
-#[test]
-fn copies_of_shards_are_summed_with_stages_and_tensor_ranks_too() {
-    let case = Case {
-        tensor: 2,
-        ..Case::of(Strategy::Zero3, [2, 2])
-    };
-    assert_same_norm([1, 2].map(|stages| Case { stages, ..case }));
 }
 
 #[test]

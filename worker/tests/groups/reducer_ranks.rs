@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ddp_worker::collective::{Communicator, Executor, RankInfo, WireBytes, connect};
+use ddp_worker::collective::{Communicator, Executor, RankInfo, connect};
 use ddp_worker::config::{self, Accumulate, ModelKind, Sync};
 use ddp_worker::device::{CpuDevice, Device, Event};
 use ddp_worker::model::{self, ParamId};
@@ -130,98 +130,6 @@ proptest! {
     }
 }
 
-#[test]
-fn eight_ranks_on_few_cores_make_progress() {
-    let sizes = [70_000, 300, 5000, 1, 90_000, 17, 64];
-    let layout = layout(&sizes, 100_000, 8);
-    let all = ranks(8, Executor::Thread, &Cancel::new(), |comm, device| {
-        let mut reducer = Reducer::new(&comm, &device, layout.clone(), ReducerConfig::default()).unwrap();
-        for _ in 0..4 {
-            step(&comm, &mut reducer, &sizes, 1).unwrap();
-        }
-        step(&comm, &mut reducer, &sizes, 1).unwrap()
-    });
-    for sums in &all {
-        assert_eq!(sums, &all[0]);
-    }
-    assert_eq!(all[0][3], [expected(8, 1, 3, 0)]);
-}
-
-#[test]
-fn only_the_last_micro_batch_communicates() {
-    let sizes = [5000, 3000];
-    let layout = layout(&sizes, 8000, 2);
-    let padded: usize = 4 * layout.len();
-    let sent = ranks(2, Executor::Thread, &Cancel::new(), |comm, device| {
-        let mut reducer = Reducer::new(&comm, &device, layout.clone(), ReducerConfig::default()).unwrap();
-        step(&comm, &mut reducer, &sizes, 8).unwrap();
-        comm.wire_bytes()
-    });
-    for WireBytes { grads, params, .. } in sent {
-        assert_eq!((grads as usize, params), (padded, 0));
-    }
-}
-
-#[test]
-fn a_rank_that_forgets_a_gradient_says_which_and_the_others_end_with_the_generation() {
-    let sizes = [5000, 3000, 10];
-    let layout = layout(&sizes, 8000, 2);
-    let cancel = Cancel::new();
-    let outcomes = ranks(2, Executor::Thread, &cancel, |comm, device| {
-        let mut reducer = Reducer::new(&comm, &device, layout.clone(), ReducerConfig::default()).unwrap();
-        if comm.rank() == 0 {
-            return step(&comm, &mut reducer, &sizes, 1).map(|_| ());
-        }
-        let mut step = reducer.step(1)?;
-        for id in [2, 0] {
-            step.grad_mut::<f32>(ParamId(id))?[0] += 1.0;
-            step.ready(ParamId(id), Event::reached())?;
-        }
-        let outcome = step.finish(Instant::now() + TIMEOUT).map(|_| ());
-        cancel.cancel("rank 1 failed");
-        outcome
-    });
-    let message = outcomes[1].as_ref().unwrap_err().to_string();
-    assert!(
-        message.starts_with("gradient of `p1` (bucket ")
-            && message.contains("was reported 0 times, expected 1"),
-        "{message}"
-    );
-    let message = outcomes[0].as_ref().unwrap_err().to_string();
-    assert!(
-        message.contains("the launcher ended this generation: rank 1 failed"),
-        "{message}"
-    );
-    assert!(
-        message.contains("all-reduce") && message.contains("bucket "),
-        "{message}"
-    );
-}
-
-#[test]
-fn times_are_measured() {
-    let sizes = [200_000];
-    let layout = layout(&sizes, 1 << 20, 2);
-    let times = ranks(2, Executor::Inline, &Cancel::new(), |comm, device| {
-        let config = ReducerConfig {
-            overlap: false,
-            ..ReducerConfig::default()
-        };
-        let mut reducer = Reducer::new(&comm, &device, layout.clone(), config).unwrap();
-        let mut step = reducer.step(1).unwrap();
-        step.grad_mut::<f32>(ParamId(0)).unwrap()[0] = 1.0;
-        step.ready(ParamId(0), Event::reached()).unwrap();
-        step.finish(Instant::now() + TIMEOUT).unwrap().times()
-    });
-    for times in times {
-        // Nothing overlaps, so all of it is exposed.
-        assert!(
-            times.comm > Duration::ZERO && times.exposed >= times.comm,
-            "{times:?}"
-        );
-    }
-}
-
 /// A reducer whose every micro-batch is reduced to shards; each parameter is a unit.
 fn staged(comm: &Communicator, device: &Arc<dyn Device>, layout: &Arc<GradientLayout>) -> Reducer {
     let sharding = Arc::new(Sharding::of_buckets(layout, comm.size(), comm.rank()));
@@ -329,39 +237,4 @@ fn replicas_start_as_rank_0_and_differences_are_found() {
             "{message}"
         );
     }
-}
-
-/// Two copies of two shards: who holds copies of another shard sees nothing, and works on.
-#[test]
-fn a_difference_between_copies_of_one_shard_is_not_met_by_all() {
-    let model = small_model();
-    let layout = GradientLayout::of_model(&model, &LayoutConfig::new(4)).unwrap();
-    let outcomes = ranks(4, Executor::Thread, &Cancel::new(), |comm, device| {
-        let rank = comm.rank();
-        let shard = comm
-            .split("shard", &[rank / 2 * 2, rank / 2 * 2 + 1], Executor::Thread)
-            .unwrap();
-        let copies = comm
-            .split("copies", &[rank % 2, rank % 2 + 2], Executor::Thread)
-            .unwrap();
-        let mut set = ReplicaSet::of_all(comm);
-        set.reduce = shard.clone();
-        set.owners = Some(shard.clone());
-        set.replicate = Some(copies.clone());
-        set.copies = Some(copies);
-        let policy = ReshardPolicy::Release {
-            after_forward: true,
-            persist_below: 0,
-        };
-        let sharding = Arc::new(Sharding::of_groups(&layout, 2, shard.rank()));
-        let compute = (&device, device.stream());
-        let parameters = Parameters::new((&set, &shard), compute, &model, &sharding, policy).unwrap();
-        if rank == 2 {
-            let own = parameters.own().arena().whole();
-            own.host_mut::<f32>().unwrap()[0] = 1.0;
-        }
-        let difference = parameters.difference(3).unwrap();
-        difference.map(|difference| difference.is_of_all())
-    });
-    assert_eq!(outcomes, [Some(false), None, Some(false), None]);
 }

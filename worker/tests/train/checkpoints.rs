@@ -275,18 +275,6 @@ fn a_disk_that_takes_the_last_save_at_the_second_try_is_forgiven() {
 }
 
 #[test]
-fn the_newest_and_the_milestones_are_kept() {
-    let job = job(10, 1, |c| {
-        c.train.checkpoint_keep = Some(CheckpointKeep {
-            last: 2,
-            every: Some(4),
-        });
-    });
-    job.train(2);
-    assert_eq!(saved(&job), steps_and_latest(&[4, 8, 9, 10]));
-}
-
-#[test]
 fn the_checkpoint_that_a_run_was_resumed_from_is_kept() {
     let mut job = job(3, 0, |c| c.run.resume = Resume::Auto);
     job.train(1);

@@ -180,8 +180,8 @@ fn check_memory(case: Case) {
     assert!(close(held.padding as f64, of_padding.iter().sum()), "{case:?}");
 }
 
-fn memory_of_all(types: (Precision, ReduceDtype)) {
-    for world in [1, 2, 4, 8] {
+fn memory_of_all(types: (Precision, ReduceDtype), worlds: &[usize]) {
+    for &world in worlds {
         for strategy in ALL {
             for (micro_batches, accumulate) in [
                 (1, Accumulate::Sharded),
@@ -202,13 +202,13 @@ fn memory_of_all(types: (Precision, ReduceDtype)) {
 
 #[test]
 fn memory_in_f32_is_the_formula_and_the_declared_buffers() {
-    memory_of_all(TYPES[0]);
+    memory_of_all(TYPES[0], &[1, 2, 8]);
 }
 
 #[test]
 fn memory_in_bf16_is_the_formula_and_the_declared_buffers() {
-    memory_of_all(TYPES[1]);
-    memory_of_all(TYPES[2]);
+    memory_of_all(TYPES[1], &[3]);
+    memory_of_all(TYPES[2], &[1, 4]);
 }
 
 #[test]
@@ -313,12 +313,12 @@ fn traffic_of_all(types: (Precision, ReduceDtype), worlds: &[usize]) {
 
 #[test]
 fn traffic_in_f32_is_exactly_that_of_the_formulas() {
-    traffic_of_all(TYPES[0], &[2, 3, 4]);
+    traffic_of_all(TYPES[0], &[2, 3]);
 }
 
 #[test]
 fn traffic_in_bf16_is_exactly_that_of_the_formulas() {
-    traffic_of_all(TYPES[1], &[3]);
+    traffic_of_all(TYPES[1], &[2]);
     traffic_of_all(TYPES[2], &[2]);
 }
 
@@ -386,8 +386,9 @@ fn what_is_foretold_of_layouts_is_what_happens() {
             c.parallel.pipeline.stages = 2;
             c.parallel.pipeline.schedule = PipelineSchedule::Interleaved;
         }),
-        ("pp 2 × dp 2, zero3", 4, |c| {
+        ("pp 2, uneven the other way × dp 2, zero3", 4, |c| {
             c.parallel.pipeline.stages = 2;
+            c.parallel.pipeline.layers = Some(vec![1, 3]);
             c.parallel.strategy = Strategy::Zero3;
         }),
         ("pp 2 × dp 2 × tp 2, zero1", 8, |c| {

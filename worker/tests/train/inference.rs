@@ -269,18 +269,3 @@ fn what_cannot_go_on_is_refused() {
     assert_eq!(generator.room(), 16, "nothing of it was taken in");
     assert!(message(generator.advance(&[])).contains("0 tokens do not fit"));
 }
-
-#[test]
-fn a_reader_that_goes_away_ends_the_text() {
-    let job = Job::new();
-    job.train(1);
-    let model = load(&job, Precision::F32);
-    let encoder = Encoder::new(&Tokenizer::Bytes, None).unwrap();
-    let mut calls = 0;
-    let completion = complete(&model, &encoder, "the ", &options(500, GREEDY), &mut |_| {
-        calls += 1;
-        calls < 3
-    });
-    let completion = completion.unwrap();
-    assert_eq!((calls, completion.tokens), (3, 2));
-}

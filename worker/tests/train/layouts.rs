@@ -12,7 +12,8 @@ use std::sync::Arc;
 use crate::train_support::deferred::DeferredDevice;
 use crate::train_support::{Job, Trained};
 use ddp_worker::config::{
-    Accumulate, ModelKind, OptimizerKind, PipelineSchedule, Precision, Recompute, Strategy, TrainConfig,
+    Accumulate, ModelKind, OptimizerKind, PipelineSchedule, Precision, Recompute, ShardGroup, Strategy,
+    TrainConfig,
 };
 
 /// One of the generated runs.
@@ -64,8 +65,8 @@ impl Layout {
             c.model.n_kv_head = Some(if self.grouped { 2 } else { 4 });
             c.model.n_inner = Some(48);
         }
-        c.train.steps = 20;
-        c.train.verify_every = 10;
+        c.train.steps = 6;
+        c.train.verify_every = 3;
         c.train.micro_batch = 2;
         c.train.precision = self.precision;
         c.train.recompute = self.recompute;
@@ -381,6 +382,31 @@ fn sixty_layouts_at_least_are_generated_and_every_choice_is_among_them() {
         6,
         "a pipeline has several micro-batches"
     );
+}
+
+/// Slices of two copies are summed within a group and then over the groups, beside stages and beside tensor ranks.
+#[test]
+fn copies_of_shards_beside_stages_and_tensor_ranks_equal_one_rank() {
+    for [stages, tensor] in [[2, 1], [1, 2]] {
+        let strategy = Strategy::Zero3;
+        let layouts = layouts().into_iter();
+        let mut layouts = layouts.filter(|layout| [layout.stages, layout.tensor] == [stages, tensor]);
+        let layout = layouts
+            .find(|layout| layout.data == 4)
+            .expect("there are four of the mesh");
+        let layout = Layout {
+            strategy,
+            precision: Precision::F32,
+            ..layout
+        };
+        let job = Job::with(|c| {
+            layout.apply(c);
+            c.parallel.shard_group = Some(ShardGroup::Ranks(2));
+        });
+        let found = job.train(layout.ranks() as u32);
+        let alone = layout.reference(1);
+        close((&alone.train(1), &alone), (&found, &job), 1e-5).unwrap();
+    }
 }
 
 /// Nothing runs there before somebody waits for it: what does not wait for the sum of the others comes too early.

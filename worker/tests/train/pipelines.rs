@@ -5,10 +5,7 @@ use std::sync::Arc;
 
 use crate::train_support::deferred::DeferredDevice;
 use crate::train_support::{Job, Trained};
-use ddp_worker::config::{
-    Accumulate, LastBatch, LearningRate, ModelKind, Order, PipelineSchedule, Precision, Recompute, Resume,
-    Strategy, TrainConfig,
-};
+use ddp_worker::config::{Accumulate, ModelKind, Order, PipelineSchedule, Recompute, Strategy, TrainConfig};
 
 type Change = fn(&mut TrainConfig);
 
@@ -51,8 +48,8 @@ fn assert_equal(one: &Trained, other: &Trained, what: &str) {
     assert_eq!(one.state, other.state, "parameters and moments: {what}");
 }
 
-fn every_schedule_equals_one_rank(stages: usize, accumulations: [usize; 3]) {
-    for accumulation in accumulations {
+fn every_schedule_equals_one_rank(stages: usize, accumulations: &[usize]) {
+    for &accumulation in accumulations {
         let accumulate = |c: &mut TrainConfig| {
             c.train.grad_accumulation = accumulation;
             // One micro-batch adds both gradients of a tied weight where they are; two ranks add two sums.
@@ -69,58 +66,21 @@ fn every_schedule_equals_one_rank(stages: usize, accumulations: [usize; 3]) {
 
 #[test]
 fn two_stages_equal_one_rank_under_every_schedule() {
-    every_schedule_equals_one_rank(2, [1, 4, 5]);
+    every_schedule_equals_one_rank(2, &[1, 4, 5]);
 }
 
-/// Two micro-batches are fewer than ranks.
+/// Fewer micro-batches than ranks among them. torchtitan 775: such a step hung.
 #[test]
 fn four_stages_equal_one_rank_under_every_schedule() {
-    every_schedule_equals_one_rank(4, [2, 4, 9]);
-}
-
-#[test]
-fn more_chunks_than_two_equal_one_rank() {
-    let accumulate = |c: &mut TrainConfig| c.train.grad_accumulation = 4;
-    let reference = job(accumulate).train(1);
-    for schedule in [
-        PipelineSchedule::GPipe,
-        PipelineSchedule::Interleaved,
-        PipelineSchedule::ZbH1,
-    ] {
-        let job = piped(2, schedule, |c| {
-            accumulate(c);
-            c.parallel.pipeline.chunks = Some(4);
-        });
-        assert_equal(&reference, &job.train(2), &format!("{schedule:?} of four chunks"));
-    }
-}
-
-/// Megatron-LM 1304: 30 layers on 4 stages silently became 28.
-#[test]
-fn thirty_layers_on_four_stages_are_thirty_layers() {
-    let thirty = |c: &mut TrainConfig| {
-        c.model.n_layer = 30;
-        c.train.steps = 2;
-        c.train.grad_accumulation = 4;
-    };
-    let reference = job(thirty).train(1);
-    let divided = piped(4, PipelineSchedule::OneFOneB, thirty).train(4);
-    assert_equal(&reference, &divided, "divided by cost");
-    let given = piped(4, PipelineSchedule::ZbH1, |c| {
-        thirty(c);
-        c.parallel.pipeline.layers = Some(vec![1, 9, 13, 7]);
-    });
-    assert_equal(&reference, &given.train(4), "as they are given");
+    every_schedule_equals_one_rank(4, &[1, 3, 4, 9]);
 }
 
 /// The halves of backward keep what they read, whatever was recomputed; masks are functions of the samples' numbers.
 #[test]
-fn recomputation_bf16_and_dropout_equal_one_rank() {
-    let variants: [(&str, Change); 5] = [
+fn recomputation_and_dropout_equal_one_rank() {
+    let variants: [(&str, Change); 3] = [
         ("nothing", |c| c.train.recompute = Recompute::Nothing),
-        ("selective", |c| c.train.recompute = Recompute::Selective),
         ("full", |c| c.train.recompute = Recompute::Full),
-        ("bf16", |c| c.train.precision = Precision::Bf16),
         ("dropout", |c| c.model.dropout = 0.2),
     ];
     for (what, change) in variants {
@@ -137,29 +97,6 @@ fn recomputation_bf16_and_dropout_equal_one_rank() {
             let found = piped(2, schedule, change).train(2);
             assert_equal(&reference, &found, &format!("{what}, {schedule:?}"));
         }
-    }
-}
-
-/// What an epoch leaves over is a step of fewer micro-batches.
-#[test]
-fn a_short_last_step_equals_one_rank() {
-    let short = |c: &mut TrainConfig| {
-        c.data.last_batch = LastBatch::Short;
-        c.model.block_size = 128;
-        c.train.micro_batch = 3;
-        c.train.grad_accumulation = 6;
-        c.train.steps = 8;
-    };
-    let reference = job(short).train(1);
-    let tokens: Vec<u64> = reference.metrics.iter().map(|line| line.tokens).collect();
-    let first = tokens[0];
-    assert!(
-        tokens.windows(2).any(|pair| pair[1] - pair[0] < first),
-        "a step is short: {tokens:?}"
-    );
-    for schedule in [PipelineSchedule::OneFOneB, PipelineSchedule::Zbv] {
-        let found = piped(2, schedule, short).train(2);
-        assert_equal(&reference, &found, &format!("{schedule:?}"));
     }
 }
 
@@ -217,32 +154,6 @@ fn executors_and_devices_that_run_later_do_not_change_a_bit() {
     assert_equal(&reference, &nodes.train(2), "on two nodes");
 }
 
-/// Resumed with other stages and another schedule.
-#[test]
-fn a_checkpoint_of_one_pipeline_is_resumed_by_another() {
-    let constant = |c: &mut TrainConfig| {
-        c.train.grad_accumulation = 4;
-        c.train.schedule.kind = LearningRate::Constant;
-    };
-    let whole = job(constant).train(1);
-    let mut job = piped(2, PipelineSchedule::Zbv, |c| {
-        constant(c);
-        c.train.steps = 1;
-    });
-    job.train(2);
-    job.config.run.resume = Resume::Require;
-    for (steps, stages) in [(2, 4), (3, 1)] {
-        job.config.train.steps = steps;
-        job.config.parallel.pipeline.stages = stages;
-        job.config.parallel.pipeline.schedule = PipelineSchedule::OneFOneB;
-        let resumed = job.train(stages as u32);
-        if steps == whole.metrics.len() as u64 {
-            assert_eq!(whole.state, resumed.state);
-            assert_eq!(whole.losses(), resumed.losses());
-        }
-    }
-}
-
 /// More replicas leave each fewer micro-batches than the schedule supports.
 #[test]
 fn a_schedule_that_a_rescaled_run_cannot_have_is_explained() {
@@ -284,30 +195,4 @@ fn numbers_that_are_not_finite_are_found_in_the_stage_that_makes_them_first() {
         place.to_owned()
     };
     assert_eq!(place(&one), place(&two), "{one}\n{two}");
-}
-
-/// A rank counts what it receives: of each boundary an activation or its gradient a micro-batch, and nothing in `other`.
-#[test]
-fn what_stages_send_to_each_other_is_counted_by_the_formula() {
-    let (micro_batches, steps) = (4, 2);
-    let counted = |schedule, stages: usize| {
-        let job = piped(stages, schedule, |c| {
-            c.train.grad_accumulation = micro_batches;
-            c.model.tied = Some(false);
-            c.train.steps = steps;
-            c.train.verify_every = 0;
-        });
-        let model = &job.config.model;
-        let message = job.config.train.micro_batch * model.block_size * model.n_embd * size_of::<f32>();
-        let sent = job.train(stages as u32).metrics[1].wire_bytes;
-        assert_eq!(sent.pipeline % message as u64, 0, "{sent:?}");
-        assert_eq!((sent.grads, sent.params, sent.activations), (0, 0, 0), "{sent:?}");
-        assert!(sent.other < message as u64, "only losses and norms: {sent:?}");
-        sent.pipeline / (message * micro_batches) as u64
-    };
-    // Rank 0 receives the gradient of each boundary behind its stages, and the activation of each before them.
-    assert_eq!(counted(PipelineSchedule::OneFOneB, 2), 1);
-    assert_eq!(counted(PipelineSchedule::ZbH1, 4), 1);
-    assert_eq!(counted(PipelineSchedule::Interleaved, 2), 3);
-    assert_eq!(counted(PipelineSchedule::Zbv, 4), 2);
 }

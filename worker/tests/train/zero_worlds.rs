@@ -4,35 +4,24 @@
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
+use super::zero::{self, SHARDED};
 use crate::train_support::deferred::DeferredDevice;
 use crate::train_support::faulty::{Fault, FaultyDevice};
 use crate::train_support::probed::{Moment, ProbedDevice};
 use crate::train_support::{Job, assert_close, assert_same, assert_within};
 use ddp_worker::config::{
-    Accumulate, OptimizerGroup, OptimizerKind, OptimizerOffload, Precision, ReduceDtype, Resume, ShardGroup,
-    Strategy, TrainConfig,
+    Accumulate, OptimizerGroup, OptimizerKind, OptimizerOffload, Precision, Resume, ShardGroup, Strategy,
+    TrainConfig,
 };
 use ddp_worker::device::Device;
-use ddp_worker::metrics::WireBytes;
 use ddp_worker::model;
-use ddp_worker::parallel::{Dtypes, GradientLayout, LayoutConfig, Sharding};
-use ddp_worker::train::Estimate;
+use ddp_worker::parallel::{GradientLayout, LayoutConfig, Sharding};
 
-const SHARDED: [Strategy; 3] = [Strategy::Zero1, Strategy::Zero2, Strategy::Zero3];
-
-/// Large enough that every rank owns parameters: units are cut at 16,384 elements.
 fn job(strategy: Strategy, change: impl FnOnce(&mut TrainConfig)) -> Job {
-    Job::with(|c| {
-        c.model.n_layer = 2;
-        c.model.n_embd = 64;
+    zero::job(strategy, |c| {
         c.train.steps = 8;
-        c.train.micro_batch = 1;
         c.train.grad_clip = Some(0.8);
-        c.train.optimizer.lr = 3e-3;
         c.train.verify_every = 2;
-        c.parallel.first_bucket_mb = 0.06;
-        c.parallel.bucket_mb = 0.2;
-        c.parallel.strategy = strategy;
         change(c);
     })
 }
@@ -83,21 +72,6 @@ fn every_optimizer_trains_the_same_numbers_under_every_strategy() {
             run(Strategy::Zero3, Precision::Bf16),
         );
         assert_same(&zero2, &zero3, &format!("{kind:?} in bf16"));
-    }
-}
-
-#[test]
-fn four_ranks_accumulate_whole_gradients_to_the_same_numbers() {
-    let run = |strategy| {
-        let job = job(strategy, |c| {
-            c.train.grad_accumulation = 2;
-            c.parallel.accumulate = Accumulate::Full;
-        });
-        job.train(4)
-    };
-    let reference = run(Strategy::Ddp);
-    for strategy in SHARDED {
-        assert_same(&reference, &run(strategy), &format!("{strategy:?}"));
     }
 }
 
@@ -186,56 +160,6 @@ fn a_bit_that_flips_in_one_copy_is_found_and_named() {
 }
 
 #[test]
-fn copies_cost_one_all_reduce_of_a_shard_a_step() {
-    const MICRO_BATCHES: usize = 3;
-    let dtypes = [
-        (Precision::F32, ReduceDtype::F32),
-        (Precision::Bf16, ReduceDtype::F32),
-        (Precision::Bf16, ReduceDtype::Bf16),
-    ];
-    let cases = SHARDED.map(|strategy| dtypes.map(|dtypes| (strategy, dtypes)));
-    for (strategy, (precision, reduce_dtype)) in cases.concat() {
-        let job = job(strategy, |c| {
-            c.train.precision = precision;
-            c.parallel.reduce_dtype = reduce_dtype;
-            c.parallel.shard_group = Some(ShardGroup::Ranks(2));
-            c.train.grad_accumulation = MICRO_BATCHES;
-            c.train.steps = 2;
-        });
-        let trained = job.train(4);
-        let model = model::build(&job.config.model, 256).unwrap();
-        let config = LayoutConfig::of(&job.config.parallel, 4).with_dtypes(Dtypes::of(&job.config));
-        let layout = GradientLayout::of_model(&model, &config).unwrap();
-        let sharding = match strategy {
-            Strategy::Zero1 => Sharding::of_buckets(&layout, 2, 0),
-            Strategy::Zero2 => Sharding::of_parts(&layout, 2, 0),
-            _ => Sharding::of_groups(&layout, 2, 0),
-        };
-        let told = Estimate::of(&job.config, &job.env(0, 4)).unwrap().sent;
-        let all: usize = sharding.units().iter().map(|unit| unit.whole.len()).sum();
-        // Half of it to the neighbour in every reduction; of this rank's half, once a step as much again to the other
-        // copy: there it is f32, which it is added up in.
-        let reductions = match strategy {
-            Strategy::Zero1 => 1,
-            _ => MICRO_BATCHES,
-        };
-        let wire = match reduce_dtype {
-            ReduceDtype::Bf16 => 2,
-            ReduceDtype::F32 => 4,
-        };
-        let grads = reductions * wire * all / 2 + 4 * all / 2;
-        let what = format!("{strategy:?} {precision:?} {reduce_dtype:?}");
-        for line in &trained.metrics {
-            let WireBytes {
-                grads: sent, params, ..
-            } = line.wire_bytes;
-            assert_eq!(sent, grads as u64, "{what}");
-            assert_eq!((sent, params), (told.grads, told.params), "{what}");
-        }
-    }
-}
-
-#[test]
 fn several_nodes_train_the_numbers_of_one() {
     for (nodes, ranks) in [(2, 2), (2, 4)] {
         let run = |nodes, strategy, group| {
@@ -277,7 +201,6 @@ fn a_device_that_runs_later_trains_the_same_numbers() {
                 c.train.eval_every = 2;
                 c.train.grad_accumulation = accumulation;
                 c.parallel.shard_group = group;
-                c.parallel.timeout_s = 600.0;
             });
             let at_once = job.train(ranks);
             job.config.run.overwrite = true;
@@ -346,33 +269,6 @@ fn small_groups_that_persist_are_gathered_once_a_step() {
             .filter(|(_, persists, is_block)| !is_block || *persists);
         let slots = blocks.count().min(2) * largest + apart.map(|(len, ..)| len).sum::<usize>();
         assert_eq!(trained.metrics[0].memory.gathered, 4 * slots as u64, "{what}");
-    }
-}
-
-#[test]
-fn optimizer_state_in_a_file_trains_the_same_numbers() {
-    for strategy in [Strategy::Ddp, Strategy::Zero1, Strategy::Zero3] {
-        let folder = tempfile::tempdir().unwrap();
-        let run = |home: OptimizerOffload| {
-            let mut job = job(strategy, |c| {
-                c.train.steps = 3;
-                c.train.offload.optimizer = home;
-                c.train.offload.dir = (home == OptimizerOffload::File).then(|| folder.path().to_owned());
-                c.run.resume = Resume::Auto;
-            });
-            let first = job.train(2);
-            // The state of a checkpoint finds its way back into the file.
-            job.config.train.steps = 6;
-            (first, job.train(2))
-        };
-        let (expected, found) = (run(OptimizerOffload::None), run(OptimizerOffload::File));
-        assert_same(&expected.0, &found.0, &format!("{strategy:?}"));
-        assert_same(&expected.1, &found.1, &format!("{strategy:?}, resumed"));
-        assert_eq!(
-            std::fs::read_dir(folder.path()).unwrap().count(),
-            0,
-            "a file has a name"
-        );
     }
 }
 

@@ -411,19 +411,6 @@ fn pieces_that_contradict_themselves_are_refused() {
 }
 
 #[test]
-fn saving_the_latest_step_again_keeps_it() {
-    let folder = tempfile::tempdir().unwrap();
-    save(folder.path(), 20);
-    save(folder.path(), 20);
-    assert_eq!(check_latest(folder.path()), 20);
-    assert_eq!(
-        names(&folder.path().join("checkpoints/step_00000020")),
-        PARTS,
-        "nothing was written again"
-    );
-}
-
-#[test]
 fn saving_the_latest_step_again_mends_one_that_is_damaged() {
     let (folder, path) = saved(20);
     fs::write(path.join("part-1.safetensors"), "").unwrap();
@@ -496,20 +483,4 @@ fn an_out_dir_that_cannot_be_written_is_named() {
     cannot write `x`: no storage space
       hint: free some space there
     ");
-}
-
-/// One step fails (a full disk), and the ones after it work again.
-#[test]
-fn a_save_that_failed_deletes_what_it_wrote() {
-    let folder = tempfile::tempdir().unwrap();
-    save(folder.path(), 10);
-    let writer = Writer::begin(folder.path(), 20, 1).unwrap();
-    let w = weights(20);
-    writer.write("part-0", &[piece("w", 0..12, &w)]).unwrap();
-    let error = writer.commit(&state(20), &["part-0", "part-1"]).unwrap_err();
-    assert!(
-        message(&error, folder.path()).contains("part-1.index.json"),
-        "{error}"
-    );
-    assert_eq!(listed(&folder), ["latest", "step_00000010"]);
 }

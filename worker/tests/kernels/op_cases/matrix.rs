@@ -15,6 +15,11 @@ pub(super) fn linear(size: Size) -> Vec<Case> {
         Size::Small => &[[3, 5, 7], [17, 64, 33], [64, 96, 128]],
         Size::Large => &[[512, 768, 2304], [256, 512, 5003]],
     };
+    linear_of(sizes)
+}
+
+/// Of these rows, inputs and outputs.
+pub(crate) fn linear_of(sizes: &[[usize; 3]]) -> Vec<Case> {
     let mut cases = Vec::new();
     for &[rows, inputs, outputs] in sizes {
         for layout in [WeightLayout::InOut, WeightLayout::OutIn] {

@@ -8,7 +8,7 @@
 mod attention;
 pub(crate) mod catalogue;
 mod comparison;
-mod matrix;
+pub(crate) mod matrix;
 pub(crate) mod numbers;
 mod parts;
 
@@ -176,6 +176,16 @@ impl Case {
         self.name = format!("{}, {lead} elements into the arenas", self.name);
         for tensor in &mut self.tensors {
             tensor.lead = lead;
+        }
+        self
+    }
+
+    /// Nothing is rounded on the way to a result.
+    pub(crate) fn rounded_once(mut self) -> Self {
+        for tensor in &mut self.tensors {
+            if tensor.result == Outcome::Products {
+                tensor.result = Outcome::Close;
+            }
         }
         self
     }

@@ -1,6 +1,6 @@
 //! Whole networks against finite differences, in f64.
 
-use ddp_worker::config::{Model, ModelKind};
+use ddp_worker::config::{Model, ModelKind, RopeScaling};
 use ddp_worker::device::DType;
 use ddp_worker::model::build;
 
@@ -44,4 +44,23 @@ fn gpt2_with_dropout() {
         dropout: 0.3,
         ..config(ModelKind::Gpt2)
     });
+}
+
+/// Heads that share keys and values, and scaled rotations; a head of its own and a tied one.
+#[test]
+fn llama() {
+    for tied in [false, true] {
+        check(&Model {
+            n_kv_head: Some(1),
+            tied: Some(tied),
+            rope_scaling: Some(RopeScaling {
+                factor: 4.0,
+                low_freq_factor: 1.0,
+                high_freq_factor: 2.0,
+                original_positions: 40,
+            }),
+            rope_theta: 50.0,
+            ..config(ModelKind::Llama)
+        });
+    }
 }

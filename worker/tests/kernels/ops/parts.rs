@@ -3,13 +3,12 @@
 
 use ddp_worker::device::{Buffer, DType};
 use ddp_worker::ops::{
-    AddBiasResidual, AttentionBackward, AttentionForward, AttentionShape, CrossEntropy, CrossEntropyCombine,
-    CrossEntropyPartial, Dropout, DropoutMask, EncoderForward, LinearForward, LinearShape, TokenBackward,
-    VocabularyPart, WeightLayout,
+    AddBiasResidual, CrossEntropy, CrossEntropyCombine, CrossEntropyPartial, EncoderForward, LinearForward,
+    LinearShape, TokenBackward, VocabularyPart, WeightLayout,
 };
 use half::bf16;
 
-use super::rig::{Rig, assert_close, numbers, numbers_f32, values};
+use super::rig::{Rig, numbers_f32, values};
 
 /// A vocabulary in so many parts, the last one longer where they do not divide it.
 fn parts(whole: usize, count: usize) -> Vec<VocabularyPart> {
@@ -108,20 +107,6 @@ fn an_embedding_summed_over_parts_has_the_bits_of_the_whole() {
             }
         }
     }
-}
-
-#[test]
-fn a_rank_makes_zeros_of_the_tokens_that_it_does_not_hold() {
-    let part = VocabularyPart {
-        first: 3,
-        held: 3,
-        whole: VOCAB,
-    };
-    let wte = vec![1.0; 3 * CHANNELS];
-    let rows = embed(DType::F32, &wte, None, Some(part));
-    let found: Vec<f32> = rows.chunks(CHANNELS).map(|row| row.iter().sum()).collect();
-    let ours = TOKENS.map(|token| if (3..6).contains(&token) { 6.0 } else { 0.0 });
-    assert_eq!(found, ours);
 }
 
 /// Gradients of the rows of a part, on top of what is there or instead of it.
@@ -345,126 +330,6 @@ fn parts_of_logits_that_do_not_fit_are_named() {
     insta::assert_snapshot!(combine(0, [12, 2, 1]), @"operation `cross_entropy_combine`: `dlosses` has 1 elements, expected 2");
 }
 
-fn mask() -> DropoutMask {
-    DropoutMask::new(5, [2, 3], (1 << 32) - 2, 0.4)
-}
-
-/// Sequence parallelism cuts a stream of samples × positions at any row.
-#[test]
-fn rows_of_the_stream_have_the_mask_of_the_whole() {
-    let (samples, positions, channels) = (3, 10, 5);
-    let rows = samples * positions;
-    let (x, residual) = (numbers_f32(1, rows * channels), numbers_f32(2, rows * channels));
-    let rig = Rig::new();
-    let drop = |rows: std::ops::Range<usize>, mask| {
-        let elements = rows.start * channels..rows.end * channels;
-        let out = rig.empty(DType::F32, elements.len());
-        rig.run(Dropout {
-            inp: rig.buffer(&x[elements.clone()]),
-            residual: Some(rig.buffer(&residual[elements])),
-            out: out.clone(),
-            mask,
-            positions,
-            channels,
-        });
-        bits(&values(&out))
-    };
-    let whole = drop(0..rows, mask());
-    for count in [1, 2, 3, 5, 6, 10, 30] {
-        let each = rows / count;
-        let own = |rank: usize| {
-            drop(
-                rank * each..(rank + 1) * each,
-                mask().of_part((rank * each) as u32),
-            )
-        };
-        assert_eq!(
-            (0..count).flat_map(own).collect::<Vec<_>>(),
-            whole,
-            "{count} parts"
-        );
-    }
-    assert_ne!(drop(10..20, mask()), whole[50..100], "the part matters");
-}
-
-/// Columns `own` of each of the `parts` stretches of a row, such as queries, keys and values.
-fn heads_of(rows: &[f32], [parts, width]: [usize; 2], own: &std::ops::Range<usize>) -> Vec<f32> {
-    let rows = rows.chunks_exact(parts * width);
-    rows.flat_map(|row| {
-        row.chunks_exact(width)
-            .flat_map(|part| part[own.clone()].to_vec())
-    })
-    .collect()
-}
-
-/// Output and gradient of attention with dropout.
-fn attend(qkv: &[f32], dout: &[f32], shape: AttentionShape, mask: DropoutMask) -> [Vec<f32>; 2] {
-    let rig = Rig::new();
-    let rows = shape.batch * shape.positions;
-    let (qkv, dqkv) = (rig.buffer(qkv), rig.empty(DType::F32, qkv.len()));
-    let out = rig.empty(DType::F32, rows * shape.channels());
-    let lse = rig.empty(DType::F32, rows * shape.heads);
-    let dropout = Some(mask);
-    rig.run(AttentionForward {
-        qkv: qkv.clone(),
-        out: out.clone(),
-        lse: lse.clone(),
-        shape,
-        dropout,
-    });
-    rig.run(AttentionBackward {
-        qkv,
-        out: out.clone(),
-        lse,
-        dout: rig.buffer(dout),
-        dqkv: dqkv.clone(),
-        shape,
-        dropout,
-    });
-    [values(&out), values(&dqkv)]
-}
-
-#[test]
-fn heads_of_a_rank_have_the_mask_of_all_heads() {
-    let (heads, width) = (6, 4);
-    let shape = |heads| AttentionShape {
-        batch: 2,
-        positions: 70,
-        heads,
-        kv_heads: heads,
-        head_size: width,
-    };
-    let (channels, rows) = (heads * width, 2 * 70);
-    let (qkv, dout) = (
-        numbers_f32(1, rows * 3 * channels),
-        numbers_f32(2, rows * channels),
-    );
-    let [out, dqkv] = attend(&qkv, &dout, shape(heads), mask());
-    for count in [1, 2, 3, 6] {
-        for rank in 0..count {
-            let (each, first) = (heads / count, rank * heads / count);
-            let own = first * width..(first + each) * width;
-            let (qkv, own_dout) = (
-                heads_of(&qkv, [3, channels], &own),
-                heads_of(&dout, [1, channels], &own),
-            );
-            let found = attend(&qkv, &own_dout, shape(each), mask().of_part(first as u32));
-            let expected = [
-                heads_of(&out, [1, channels], &own),
-                heads_of(&dqkv, [3, channels], &own),
-            ];
-            for (found, expected) in found.iter().flatten().zip(expected.iter().flatten()) {
-                let close = (found - expected).abs() <= 1e-5;
-                assert!(close, "rank {rank} of {count}: {found}, expected {expected}");
-            }
-            if rank > 0 {
-                let [other, _] = attend(&qkv, &own_dout, shape(each), mask());
-                assert_ne!(other, found[0], "the part matters");
-            }
-        }
-    }
-}
-
 /// What a layer adds to its product, added after a sum over ranks: with one rank the bits of the layer.
 #[test]
 fn bias_and_residual_are_added_in_the_order_of_a_linear_layer() {
@@ -509,23 +374,6 @@ fn bias_and_residual_are_added_in_the_order_of_a_linear_layer() {
     }
 }
 
-/// Widened, added in f32, rounded once.
-#[test]
-fn sums_in_bf16_are_rounded_once() {
-    let rig = Rig::new();
-    let of = |values: &[f32]| values.iter().map(|&x| bf16::from_f32(x)).collect::<Vec<_>>();
-    // 1 + 2⁻⁸ is halfway between two numbers of bf16: rounded at once, it would lose the half that the residual completes.
-    let half = 0.5_f32.powi(8);
-    let out = rig.buffer(&of(&[1.0, 1.0, 2.0, -4.0]));
-    rig.run(AddBiasResidual {
-        inp: out.clone(),
-        bias: Some(rig.buffer(&of(&[half, 0.0]))),
-        residual: Some(rig.buffer(&of(&[half, half, 1.0, 4.0]))),
-        out: out.clone(),
-    });
-    assert_eq!(values::<bf16>(&out), of(&[1.0 + 2.0 * half, 1.0, 3.0, 0.0]));
-}
-
 #[test]
 fn a_bias_that_does_not_fit_is_named() {
     let rig = Rig::new();
@@ -543,39 +391,4 @@ fn a_bias_that_does_not_fit_is_named() {
     insta::assert_snapshot!(add([6, 4, 6, 6]), @"operation `add_bias_residual`: 6 elements cannot be divided into rows of 4, the length of `bias`");
     insta::assert_snapshot!(add([6, 0, 6, 6]), @"operation `add_bias_residual`: 6 elements cannot be divided into rows of 0, the length of `bias`");
     insta::assert_snapshot!(add([6, 3, 5, 6]), @"operation `add_bias_residual`: `residual` has 5 elements, expected 6");
-}
-
-/// In f64, where nothing but the order of the additions differs.
-#[test]
-fn losses_by_parts_in_f64() {
-    let (rows, vocab) = (5, 14);
-    let (logits, targets) = (numbers(1, rows * vocab), [0, 13, -1, 6, 7]);
-    let rig = Rig::new();
-    let losses = |count: usize| {
-        let parts = parts(vocab, count);
-        let statistics = rig.empty(DType::F64, count * rows * 3);
-        let losses = rig.empty(DType::F64, rows);
-        for (rank, &part) in parts.iter().enumerate() {
-            rig.run(CrossEntropyPartial {
-                logits: rig.buffer(&columns(&logits, part)),
-                targets: rig.buffer(&targets),
-                statistics: statistics.slice(rank * rows * 3..(rank + 1) * rows * 3),
-                part,
-            });
-        }
-        rig.run(CrossEntropyCombine {
-            logits: rig.buffer(&columns(&logits, parts[0])),
-            statistics,
-            targets: rig.buffer(&targets),
-            losses: losses.clone(),
-            dlosses: None,
-            part: parts[0],
-        });
-        values::<f64>(&losses)
-    };
-    for count in [2, 3, 7] {
-        for (found, expected) in losses(count).iter().zip(losses(1)) {
-            assert_close(*found, expected, 1e-14, "loss");
-        }
-    }
 }

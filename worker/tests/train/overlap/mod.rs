@@ -31,7 +31,6 @@ fn job(strategy: Strategy, change: impl FnOnce(&mut TrainConfig)) -> Job {
         c.parallel.first_bucket_mb = 0.06;
         c.parallel.bucket_mb = 0.2;
         c.parallel.strategy = strategy;
-        c.parallel.timeout_s = 600.0;
         change(c);
     })
 }

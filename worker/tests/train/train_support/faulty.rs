@@ -4,7 +4,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
-use ddp_worker::device::{Arena, ArenaSpec, Buffer, CpuDevice, Device, DeviceError, Event, Stream};
+use super::hooked::{Hooks, hooked};
+use ddp_worker::device::{Buffer, CpuDevice, Device, DeviceError, Event, Stream};
 use ddp_worker::ops::Op;
 
 /// What goes wrong.
@@ -49,7 +50,6 @@ impl Spoilt {
 
 /// See the module.
 pub struct FaultyDevice {
-    cpu: CpuDevice,
     fault: Fault,
     /// From 1.
     step: u64,
@@ -63,8 +63,7 @@ pub struct FaultyDevice {
 
 impl FaultyDevice {
     pub fn going_wrong(fault: Fault, step: u64) -> Arc<dyn Device> {
-        Arc::new(Self {
-            cpu: CpuDevice::new(1).unwrap(),
+        hooked(Self {
             fault,
             step,
             updated: AtomicU64::new(0),
@@ -102,22 +101,10 @@ impl FaultyDevice {
     }
 }
 
-impl Device for FaultyDevice {
-    fn name(&self) -> String {
-        format!("faulty {}", self.cpu.name())
-    }
-
-    fn alloc(&self, spec: &ArenaSpec) -> Result<Arena, DeviceError> {
-        self.cpu.alloc(spec)
-    }
-
-    fn stream(&self) -> Stream {
-        self.cpu.stream()
-    }
-
-    fn enqueue(&self, stream: Stream, op: Op) {
+impl Hooks for FaultyDevice {
+    fn enqueue(&self, cpu: &CpuDevice, stream: Stream, op: Op) {
         if let Some(gradient) = self.spoilt(&op) {
-            self.cpu.enqueue(stream, op);
+            cpu.enqueue(stream, op);
             gradient.host_mut::<f32>().unwrap()[7] = f32::NAN;
             return;
         }
@@ -129,34 +116,14 @@ impl Device for FaultyDevice {
             (Some(_), Fault::Fails) => {
                 let (event, signal) = Event::pair("the update");
                 signal.set(Err(DeviceError::Upstream("the device broke".into())));
-                self.cpu.wait_event(stream, &event, Instant::now());
+                cpu.wait_event(stream, &event, Instant::now());
             }
             (Some(param), Fault::FlipsBit) if param.range().start == 0 => {
-                self.cpu.enqueue(stream, op);
+                cpu.enqueue(stream, op);
                 let mut elements = param.host_mut::<f32>().unwrap();
                 elements[0] = f32::from_bits(elements[0].to_bits() ^ 1);
             }
-            _ => self.cpu.enqueue(stream, op),
+            _ => cpu.enqueue(stream, op),
         }
-    }
-
-    fn record(&self, stream: Stream) -> Event {
-        self.cpu.record(stream)
-    }
-
-    fn wait_event(&self, stream: Stream, event: &Event, deadline: Instant) {
-        self.cpu.wait_event(stream, event, deadline);
-    }
-
-    fn synchronize(&self, stream: Stream) -> Result<(), DeviceError> {
-        self.cpu.synchronize(stream)
-    }
-
-    fn upload(&self, stream: Stream, dst: &Buffer, bytes: &[u8]) {
-        self.cpu.upload(stream, dst, bytes);
-    }
-
-    fn download(&self, stream: Stream, src: &Buffer) -> Result<Vec<u8>, DeviceError> {
-        self.cpu.download(stream, src)
     }
 }

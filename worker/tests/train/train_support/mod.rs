@@ -5,6 +5,7 @@ pub mod agent;
 pub mod deferred;
 pub mod disk;
 pub mod faulty;
+pub mod hooked;
 pub mod probed;
 pub mod watched;
 

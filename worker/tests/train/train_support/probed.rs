@@ -1,9 +1,9 @@
 //! A CPU that tells before each allocation, forward pass and download, for measurements at well-defined moments.
 
 use std::sync::Arc;
-use std::time::Instant;
 
-use ddp_worker::device::{Arena, ArenaSpec, Buffer, CpuDevice, Device, DeviceError, Event, Stream};
+use super::hooked::{Hooks, hooked};
+use ddp_worker::device::{ArenaSpec, CpuDevice, Device, Stream};
 use ddp_worker::ops::Op;
 
 /// What comes next.
@@ -21,57 +21,27 @@ pub enum Moment {
 pub type Probe = Arc<dyn Fn(Moment) + Send + Sync>;
 
 /// See the module.
-pub struct ProbedDevice {
-    cpu: CpuDevice,
-    probe: Probe,
-}
+pub struct ProbedDevice(Probe);
 
 impl ProbedDevice {
     pub fn telling(probe: Probe) -> Arc<dyn Device> {
-        let cpu = CpuDevice::new(1).unwrap();
-        Arc::new(Self { cpu, probe })
+        hooked(Self(probe))
     }
 }
 
-impl Device for ProbedDevice {
-    fn name(&self) -> String {
-        format!("probed {}", self.cpu.name())
+impl Hooks for ProbedDevice {
+    fn allocates(&self, spec: &ArenaSpec) {
+        (self.0)(Moment::Allocation(spec.bytes()));
     }
 
-    fn alloc(&self, spec: &ArenaSpec) -> Result<Arena, DeviceError> {
-        (self.probe)(Moment::Allocation(spec.bytes()));
-        self.cpu.alloc(spec)
+    fn downloads(&self) {
+        (self.0)(Moment::Download);
     }
 
-    fn stream(&self) -> Stream {
-        self.cpu.stream()
-    }
-
-    fn enqueue(&self, stream: Stream, op: Op) {
+    fn enqueue(&self, cpu: &CpuDevice, stream: Stream, op: Op) {
         if matches!(op, Op::EncoderForward(_)) {
-            (self.probe)(Moment::Forward);
+            (self.0)(Moment::Forward);
         }
-        self.cpu.enqueue(stream, op);
-    }
-
-    fn record(&self, stream: Stream) -> Event {
-        self.cpu.record(stream)
-    }
-
-    fn wait_event(&self, stream: Stream, event: &Event, deadline: Instant) {
-        self.cpu.wait_event(stream, event, deadline);
-    }
-
-    fn synchronize(&self, stream: Stream) -> Result<(), DeviceError> {
-        self.cpu.synchronize(stream)
-    }
-
-    fn upload(&self, stream: Stream, dst: &Buffer, bytes: &[u8]) {
-        self.cpu.upload(stream, dst, bytes);
-    }
-
-    fn download(&self, stream: Stream, src: &Buffer) -> Result<Vec<u8>, DeviceError> {
-        (self.probe)(Moment::Download);
-        self.cpu.download(stream, src)
+        cpu.enqueue(stream, op);
     }
 }

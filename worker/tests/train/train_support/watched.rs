@@ -3,8 +3,9 @@
 use std::sync::Arc;
 use std::time::Instant;
 
+use super::hooked::{Hooks, hooked};
 use ddp_worker::collective::{Failure, Request, Transport, Wait};
-use ddp_worker::device::{Arena, ArenaSpec, Buffer, CpuDevice, Device, DeviceError, Event, Held, Stream};
+use ddp_worker::device::{Arena, ArenaSpec, CpuDevice, Device, Event, Held, Stream};
 use ddp_worker::ops::Op;
 use ddp_worker::train::WrapTransport;
 
@@ -25,60 +26,28 @@ pub trait Watch: Send + Sync + 'static {
 }
 
 /// See the module.
-pub struct WatchedDevice {
-    cpu: CpuDevice,
-    watch: Arc<dyn Watch>,
-}
+pub struct WatchedDevice(Arc<dyn Watch>);
 
 impl WatchedDevice {
     pub fn telling(watch: Arc<dyn Watch>) -> Arc<dyn Device> {
-        let cpu = CpuDevice::new(1).unwrap();
-        Arc::new(Self { cpu, watch })
+        hooked(Self(watch))
     }
 }
 
-impl Device for WatchedDevice {
-    fn name(&self) -> String {
-        format!("watched {}", self.cpu.name())
+impl Hooks for WatchedDevice {
+    fn enqueue(&self, cpu: &CpuDevice, stream: Stream, op: Op) {
+        self.0.computes(&op);
+        cpu.enqueue(stream, op);
     }
 
-    fn alloc(&self, spec: &ArenaSpec) -> Result<Arena, DeviceError> {
-        self.cpu.alloc(spec)
-    }
-
-    fn stream(&self) -> Stream {
-        self.cpu.stream()
-    }
-
-    fn enqueue(&self, stream: Stream, op: Op) {
-        self.watch.computes(&op);
-        self.cpu.enqueue(stream, op);
-    }
-
-    fn record(&self, stream: Stream) -> Event {
-        self.cpu.record(stream)
-    }
-
-    fn wait_event(&self, stream: Stream, event: &Event, deadline: Instant) {
+    fn wait_event(&self, cpu: &CpuDevice, stream: Stream, event: &Event, deadline: Instant) {
         if event.poll().is_some() {
-            return self.cpu.wait_event(stream, event, deadline);
+            return cpu.wait_event(stream, event, deadline);
         }
         let since = Instant::now();
-        self.watch.waits();
-        self.cpu.wait_event(stream, event, deadline);
-        self.watch.waited(since);
-    }
-
-    fn synchronize(&self, stream: Stream) -> Result<(), DeviceError> {
-        self.cpu.synchronize(stream)
-    }
-
-    fn upload(&self, stream: Stream, dst: &Buffer, bytes: &[u8]) {
-        self.cpu.upload(stream, dst, bytes);
-    }
-
-    fn download(&self, stream: Stream, src: &Buffer) -> Result<Vec<u8>, DeviceError> {
-        self.cpu.download(stream, src)
+        self.0.waits();
+        cpu.wait_event(stream, event, deadline);
+        self.0.waited(since);
     }
 }
 
