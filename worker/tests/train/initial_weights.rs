@@ -179,7 +179,8 @@ fn exported_config_of(model: &Path) -> String {
 fn exported_config(job: &Job) -> String {
     let folder = tempfile::tempdir().unwrap();
     let reader = Reader::open(&job.out_dir(), Which::Latest).unwrap();
-    export(&Disk, &reader, &folder.path().join("model")).unwrap();
+    let path = folder.path().join("model");
+    export(&Disk, &reader, &path, &ExportedTokenizer::default()).unwrap();
     exported_config_of(&folder.path().join("model"))
 }
 

@@ -5,7 +5,9 @@ use std::sync::Arc;
 
 use crate::train_support::deferred::DeferredDevice;
 use crate::train_support::{Job, Trained};
-use ddp_worker::config::{Accumulate, ModelKind, Order, PipelineSchedule, Recompute, Strategy, TrainConfig};
+use ddp_worker::config::{
+    Accumulate, ModelKind, Order, PipelineSchedule, Recompute, Resume, Strategy, TrainConfig,
+};
 
 type Change = fn(&mut TrainConfig);
 
