@@ -111,10 +111,7 @@ pub(super) fn open(
         Some(before) => rescale(&mut config, ranks, &before)?,
     };
     if config.train.grad_accumulation != given {
-        spec = RankSpec::of(&config, env).map_err(|error| match &rescaled {
-            Some(rescaled) => TrainError::Refused(format!("{rescaled}; {error}")),
-            None => error,
-        })?;
+        spec = RankSpec::of(&config, env)?;
         whole = spec.whole_layout(&config)?;
     }
     identity.batch = Some(Batch {

@@ -5,9 +5,7 @@ use std::sync::Arc;
 
 use crate::train_support::deferred::DeferredDevice;
 use crate::train_support::{Job, Trained};
-use ddp_worker::config::{
-    Accumulate, ModelKind, Order, PipelineSchedule, Recompute, Resume, Strategy, TrainConfig,
-};
+use ddp_worker::config::{Accumulate, ModelKind, Order, PipelineSchedule, Recompute, Strategy, TrainConfig};
 
 type Change = fn(&mut TrainConfig);
 
@@ -154,20 +152,6 @@ fn executors_and_devices_that_run_later_do_not_change_a_bit() {
     let mut nodes = piped(2, PipelineSchedule::Zbv, accumulate);
     nodes.nodes = 2;
     assert_equal(&reference, &nodes.train(2), "on two nodes");
-}
-
-/// More replicas leave each fewer micro-batches than the schedule supports.
-#[test]
-fn a_schedule_that_a_rescaled_run_cannot_have_is_explained() {
-    let mut job = piped(2, PipelineSchedule::Interleaved, |c| {
-        c.train.grad_accumulation = 10;
-        c.train.steps = 1;
-    });
-    job.train(2);
-    job.config.run.resume = Resume::Require;
-    job.config.train.steps = 2;
-    let refused = job.run(4).remove(0).unwrap_err().to_string();
-    insta::assert_snapshot!(refused, @"");
 }
 
 #[test]

@@ -5,7 +5,8 @@
 //! | file | what it holds |
 //! |---|---|
 //! | `library` | types and functions of NCCL, as its header has them; [`Nccl`]: version and error messages; a communicator, used by one thread at a time |
-//! | `comm` | one communicator: made, used, left or aborted; its stream; one operation in the stream; the flight recorder |
+//! | `flight_recorder` | the last operations of a communicator, and how far each has come |
+//! | `comm` | one communicator: made, connected, used, left or aborted; its stream; one operation in the stream |
 //! | `watchdog` | the thread that looks after communicators, and decides when one is aborted; which ranks are late |
 //! | `transport` | [`NcclTransport`]: all of it as a [`super::Transport`]; how ranks find each other |
 //!
@@ -15,6 +16,7 @@
 //! Sums of bf16 are rounded by NCCL at each step of its algorithm, not once as on the CPU.
 
 mod comm;
+mod flight_recorder;
 mod library;
 mod transport;
 mod watchdog;

@@ -10,7 +10,8 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
-use super::comm::{AbortReason, Comm, Membership, Observation, OperationPhase};
+use super::comm::{AbortReason, Comm, Membership, Observation};
+use super::flight_recorder::OperationPhase;
 use crate::collective::error::Failure;
 use crate::collective::wait::absent_ranks;
 use crate::device::DeviceError;
@@ -313,7 +314,7 @@ fn key(membership: &Membership, rank: usize) -> String {
 mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
 
-    use super::super::comm::Oldest;
+    use super::super::flight_recorder::Oldest;
     use super::*;
     use crate::session::{Cancel, Entries, MemoryStore};
 
