@@ -34,6 +34,7 @@ fn a_folder_that_holds_a_run_is_never_resumed_by_a_restart() {
         .nproc(2)
         .flag("--nnodes", "1:2")
         .flag("--rdzv-endpoint", &port.endpoint)
+        .flag("--rdzv-conf", "last_call_timeout=0.1")
         .flag("--max-restarts", "3")
         .set("train.steps=50")
         .run();
@@ -61,18 +62,6 @@ fn an_unknown_key() {
 fn an_unknown_key_of_the_launch_section() {
     let job = TinyJob::with(|yaml| format!("{yaml}launch: {{nproc_per_node: 2, nodes: 5}}\n"));
     insta::assert_snapshot!(refused(&job), @"[ddp-run] error: tiny.yaml:10: `launch.nodes`: unknown key, did you mean `nnodes`?");
-    expect_nothing_written(&job);
-}
-
-#[test]
-fn an_override_of_a_key_that_does_not_exist() {
-    let job = TinyJob::new();
-    let finished = job.launch().set("train.step=3").run();
-    finished.expect_exit(2);
-    insta::assert_snapshot!(finished.stderr(), @r"
-        [ddp-run] error: `--set train.step`: unknown key `train.step`
-        [ddp-run]   hint: did you mean `train.steps`?
-        ");
     expect_nothing_written(&job);
 }
 

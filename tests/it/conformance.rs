@@ -66,19 +66,3 @@ fn a_job_that_is_stopped_before_it_begins_leaves_no_empty_folders() {
     let left = std::fs::read_dir(dir.path()).expect("it was there before");
     assert_eq!(left.count(), 0);
 }
-
-#[test]
-fn the_time_to_stop_holds_when_a_worker_fails() {
-    let dir = temp_dir();
-    let script = r#"[ "$RANK" = 1 ] && { until [ -e "$READY" ]; do sleep 0.02; done; exit 5; }
-        trap '' TERM; : >"$READY"; while :; do sleep 1000; done"#;
-    let finished = launch()
-        .nproc(2)
-        .env("READY", dir.path().join("ready"))
-        .flag("--shutdown-timeout", "0.5")
-        .shell(script)
-        .run();
-    finished
-        .expect_exit(5)
-        .expect_stderr("rank 0: terminated by ddp-run (SIGKILL)");
-}

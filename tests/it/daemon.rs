@@ -32,24 +32,6 @@ fn it_says_where_it_listens_and_stops_cleanly() {
     }
 }
 
-/// Without token and TLS, the daemon warns at its start, unless only this machine reaches it.
-#[test]
-fn it_warns_if_other_machines_reach_it() {
-    let (open, closed) = (&["--insecure"][..], &[][..]);
-    for (listen, flags, warns) in [
-        ("0.0.0.0:0", open, true),
-        ("127.0.0.1:0", open, false),
-        ("0.0.0.0:0", closed, false),
-    ] {
-        let mut running = daemon(listen).args(flags.iter()).start();
-        running.wait_for(listen.trim_end_matches('0'));
-        running.signal(Signal::SIGTERM);
-        let log = running.finish().stderr();
-        let warned = log.contains("WARN every host that reaches 0.0.0.0:");
-        assert_eq!(warned, warns, "{log}");
-    }
-}
-
 #[test]
 fn a_port_in_use_is_one_clear_message() {
     let holder = TcpListener::bind("127.0.0.1:0").expect("a free port");

@@ -631,22 +631,6 @@ fn what_torchrun_says_of_output_and_shutdown_holds() {
 }
 
 #[test]
-fn a_double_dash_right_after_the_target_is_not_an_argument() {
-    let said = |flags: &[&str], args: &[&str]| {
-        let finished = launch()
-            .words(["--no-python"])
-            .words(flags)
-            .target("echo")
-            .target_args(args)
-            .run();
-        finished.expect_exit(0).stdout().join("\n")
-    };
-    assert_eq!(said(&[], &["--", "--b", "--"]), "[0] --b --");
-    assert_eq!(said(&[], &["a", "--", "--b"]), "[0] a -- --b");
-    assert_eq!(said(&["--"], &["--", "--b"]), "[0] -- --b");
-}
-
-#[test]
 fn a_worker_that_changes_its_directory_keeps_its_error_file() {
     let script = r#"cd /; echo '{"message": "no data in /"}' > "$TORCHELASTIC_ERROR_FILE"; exit 3"#;
     let dir = temp_dir();

@@ -3,7 +3,7 @@
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-use crate::harness::{ReservedPort, TinyJob, eventually, launch, wait_for_step, worker};
+use crate::harness::{TinyJob, wait_for_step, worker};
 
 #[test]
 fn a_native_rank_that_is_stopped_is_lost_and_the_other_one_says_whom_it_waits_for() {
@@ -40,41 +40,4 @@ fn a_native_rank_that_is_stopped_is_lost_and_the_other_one_says_whom_it_waits_fo
         "{waits}"
     );
     assert!(waits.contains("ddp_worker::"), "no stacks with names:\n{waits}");
-}
-
-/// A rank of another node that hangs unwatched looks like a cut link to the rank that waits for it.
-#[test]
-fn a_rank_that_waits_for_another_node_is_not_ended_and_says_for_whom_it_waits() {
-    let job = TinyJob::with(|text| text.replace("steps: 40", "steps: 1000000"));
-    let port = ReservedPort::new();
-    let node = |rank: &str| {
-        launch()
-            .node_of(2, &port.endpoint, "cut")
-            .flag("--node-rank", rank)
-            .flag("--max-restarts", "0")
-            .dir(job.dir())
-    };
-    let mut waits = node("0").flag("--hang-timeout", "6").target("tiny.yaml").start();
-    let stands = node("1").target("tiny.yaml").start();
-    wait_for_step(&job.out(), 3);
-    let victim = Pid::from_raw(worker(stands.pid(), "1"));
-    kill(victim, Signal::SIGSTOP).expect("a living worker");
-    let told = waits.wait_for(" has waited ");
-    assert!(
-        told.starts_with("[ddp-run] rank 0: ") && told.contains(" #") && told.ends_with(" for rank 1"),
-        "{told}"
-    );
-    waits.wait_for("rank 0 makes no progress but is not stopped: ");
-    let written = eventually("what rank 0 does", || {
-        let text = std::fs::read_to_string(job.out().join("logs/attempt_0/0/hang.txt")).ok()?;
-        text.contains("threads, as the kernel reports them:")
-            .then_some(text)
-    });
-    assert!(written.contains(" for rank 1\n"), "{written}");
-    kill(victim, Signal::SIGCONT).expect("a worker that is stopped");
-    waits.wait_for(" stopped waiting after ");
-    waits.signal(Signal::SIGTERM);
-    for node in [waits, stands] {
-        node.finish().expect_exit(143);
-    }
 }

@@ -66,7 +66,7 @@ fn a_trained_model_continues_its_text() {
 
 #[test]
 fn a_text_can_be_made_again_by_the_seed_that_is_shown() {
-    let job = trained();
+    let job = trained_for_a_step();
     let words = "generate out --prompt 0 --temperature 3";
     let made = run(job.dir(), words);
     made.expect_exit(0);

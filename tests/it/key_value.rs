@@ -96,53 +96,6 @@ fn the_store_behind_the_control_socket_keeps_the_contract() {
         .expect_stdout("all is kept");
 }
 
-/// The last rank comes when the others have waited for it for 300 ms, in slices that are shorter.
-pub(crate) fn comes_late() {
-    let session = session();
-    if rank_of(&session) == 2 {
-        let late = Instant::now() + Duration::from_millis(300);
-        assert_eq!(session.store().get("never", late), Ok(None));
-    }
-    connect_all(&session, PATIENCE).expect("all ranks come");
-    println!("rank {} is connected", rank_of(&session));
-    session.shutdown();
-}
-
-#[test]
-fn a_rank_that_comes_late_is_waited_for() {
-    let finished = launch().role("comes_late").nproc(3).run();
-    finished.expect_exit(0);
-    for rank in 0..3 {
-        finished.expect_stdout(&format!("rank {rank} is connected"));
-    }
-}
-
-/// All start together, but rank 1 does not connect.
-pub(crate) fn misses_rank_1() {
-    let session = session();
-    let (store, deadline) = (session.store(), Instant::now() + PATIENCE);
-    let key = |rank: usize| format!("here/{rank}");
-    let rank = rank_of(&session);
-    store.put(&key(rank), b"", deadline).unwrap();
-    for other in 0..4 {
-        store.wait_for(&key(other), deadline).unwrap();
-    }
-    if rank != 1 {
-        let failure = connect_all(&session, Duration::from_secs(2)).unwrap_err();
-        println!("rank {rank}: {failure:?}");
-    }
-    session.shutdown();
-}
-
-#[test]
-fn only_the_rank_that_is_missing_at_set_up_is_named() {
-    let finished = launch().role("misses_rank_1").nproc(4).run();
-    finished.expect_exit(0);
-    for rank in [0, 2, 3] {
-        finished.expect_stdout(&format!("rank {rank}: TimedOut {{ waiting_for: [1], "));
-    }
-}
-
 /// Connects while the daemon is out of reach.
 pub(crate) fn meets_an_outage() {
     let session = session();

@@ -2,24 +2,7 @@
 
 use nix::sys::signal::Signal;
 
-use crate::harness::{Sentinel, launch};
-
-/// A worker with a child, and a grandchild that has made a session of its own.
-fn family(sentinel: &Sentinel) -> String {
-    let join = sentinel.join_script();
-    format!("{join}; sleep 1000 & setsid sh -c 'sleep 1000 & echo ready; wait' & wait")
-}
-
-#[test]
-fn kill_9_of_the_launcher_leaves_nothing() {
-    let sentinel = Sentinel::new();
-    let mut running = launch().nproc(2).shell(&family(&sentinel)).start();
-    running.wait_for("[0] ready");
-    running.wait_for("[1] ready");
-    running.signal(Signal::SIGKILL);
-    running.finish().expect_killed_by(Signal::SIGKILL);
-    sentinel.expect_all_gone();
-}
+use crate::harness::launch;
 
 /// It was noticed when a worker ended: there was no other signal.
 #[test]

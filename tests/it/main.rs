@@ -52,10 +52,8 @@ mod wrong_clock;
 /// What workers run that are this test program.
 const ROLES: &[(&str, fn())] = &[
     ("advances", operators::advances),
-    ("comes_late", key_value::comes_late),
     ("keeps_the_contract", key_value::keeps_the_contract),
     ("meets_an_outage", key_value::meets_an_outage),
-    ("misses_rank_1", key_value::misses_rank_1),
     ("writes_the_meeting", fences::writes_the_meeting),
 ];
 

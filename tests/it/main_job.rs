@@ -81,6 +81,7 @@ fn the_script_of_the_elastic_example_runs() {
     let script = Program::new(repository("examples/elastic/run.sh"))
         .env("DDP_BIN", binaries())
         .env("DDP_OUT", "out")
+        .args(["--set", "train.steps=60"])
         .dir(dir.path());
     script
         .run()

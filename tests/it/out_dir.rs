@@ -16,7 +16,7 @@ fn the_folder_of_a_live_job_is_refused_to_another_that_would_overwrite_or_resume
     let job = TinyJob::new();
     let first = long(&job).start();
     wait_for_step(&job.out(), 20);
-    for how in ["run.overwrite=true", "run.resume=auto", "run.resume=require"] {
+    for how in ["run.overwrite=true", "run.resume=auto"] {
         long(&job)
             .set(how)
             .run()

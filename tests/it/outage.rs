@@ -1,11 +1,10 @@
 //! The daemon dies while a job runs, and comes back; a node is suspended, and comes back.
 
-use nix::sys::signal::{Signal, kill};
-use nix::unistd::Pid;
+use nix::sys::signal::Signal;
 
 use crate::harness::{
     Daemon, Finished, Launch, Proxy, ReservedPort, Running, TinyJob, children, environment_of, launch,
-    metrics, temp_dir, wait_for_step, worker,
+    metrics, temp_dir, wait_for_step,
 };
 
 /// Two nodes of one worker each, which work until a file exists.
@@ -101,19 +100,6 @@ fn the_workers_of_a_healthy_job_outlive_the_daemon() {
     }
 }
 
-#[test]
-fn a_failure_during_the_outage_is_handled_when_the_daemon_is_back() {
-    let mut pair = Pair::start(|node| node.flag("--max-restarts", "0"));
-    pair.kill_the_daemon();
-    let [victim, _] = pair.workers();
-    kill(Pid::from_raw(victim), Signal::SIGKILL).expect("a living worker");
-    pair.bring_it_back();
-    for node in pair.nodes {
-        node.finish().expect_exit(137).expect_stderr("SIGKILL");
-    }
-    stop(pair.daemon);
-}
-
 /// The daemon is in the launcher of the first node; the launcher of the second is suspended until the first has left.
 #[test]
 fn a_node_that_was_suspended_until_all_others_had_left_says_so_and_ends() {
@@ -179,24 +165,6 @@ fn training_is_saved_when_the_daemon_is_gone_for_good() {
         .run()
         .expect_exit(0)
         .expect_stdout(&format!("resumed after step {reached}"));
-}
-
-#[test]
-fn training_that_ends_while_the_daemon_is_away_is_a_success() {
-    // The rest of the steps takes a second; on a machine under load it must be done within the 30 s.
-    let (daemon, job, mut running) = training(30, |yaml| yaml.replace("steps: 40", "steps: 60"));
-    let held = worker(running.pid(), "0");
-    let send = |signal| kill(Pid::from_raw(held), signal).expect("a living worker");
-    send(Signal::SIGSTOP);
-    daemon.kill();
-    running.wait_for("then exiting with code 69");
-    send(Signal::SIGCONT);
-    running.wait_for("then exiting with code 0");
-    running
-        .finish()
-        .expect_exit(0)
-        .expect_stderr("assuming that the job succeeded too: cannot reach the rendezvous at `");
-    assert_eq!(metrics(&job.out()).len(), 60);
 }
 
 #[test]

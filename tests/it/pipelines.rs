@@ -43,25 +43,6 @@ fn two_stages_give_the_losses_of_one_rank() {
     }
 }
 
-/// On a model of three layers.
-#[test]
-fn fewer_micro_batches_than_ranks_and_uneven_layers_run() {
-    let job = TinyJob::with(|yaml| {
-        let yaml = yaml.replace("n_layer: 2", "n_layer: 3");
-        yaml.replace("steps: 40", "steps: 2")
-            .replace("checkpoint_every: 5", "checkpoint_every: 0")
-    });
-    let with = |ranks: u32, settings: &[&str]| {
-        let settings = settings.iter().chain(&["run.overwrite=true"]);
-        let launch = settings.fold(launched(&job, ranks), |launch, setting| launch.set(setting));
-        launch.target("tiny.yaml").run()
-    };
-    with(3, &["parallel.pipeline.stages=3", "train.grad_accumulation=2"]).expect_exit(0);
-    with(2, &["parallel.pipeline.stages=2", "train.grad_accumulation=1"])
-        .expect_exit(0)
-        .expect_stdout("2 stages with 2 + 1 layers on 2 ranks");
-}
-
 /// Runs `ddp-train` in the directory of the configuration.
 fn train(job: &TinyJob, words: impl IntoIterator<Item: AsRef<OsStr>>) -> Finished {
     let program = ddp_train().dir(job.dir());

@@ -131,21 +131,6 @@ fn native_workers_save_when_every_process_of_the_job_is_signalled() {
     parameters(&job.out());
 }
 
-#[test]
-fn native_workers_that_do_not_stop_are_killed_after_the_grace() {
-    let job = TinyJob::with(|yaml| yaml.replace("steps: 40", "steps: 1000000"));
-    let launch = launch().nproc(2).flag("--shutdown-timeout", "0.3");
-    let running = launch.dir(job.dir()).target("tiny.yaml").start();
-    let held = worker(running.pid(), "1");
-    wait_for_step(&job.out(), 2);
-    kill(Pid::from_raw(held), Signal::SIGSTOP).expect("a living worker");
-    running.signal(Signal::SIGTERM);
-    running
-        .finish()
-        .expect_exit(143)
-        .expect_stderr("the workers were stopped before they had saved");
-}
-
 /// A native worker without a launcher, with these settings.
 fn alone(job: &TinyJob, program: &str, words: &[&str], settings: &[&str]) -> Running {
     let run = ["run", "tiny.yaml"];

@@ -170,38 +170,6 @@ fn it_shows_the_steps_of_all_ranks_and_changes_no_bit() {
     }
 }
 
-/// A rank that comes late is what the others wait for.
-#[test]
-fn waiting_for_a_late_rank_is_told_apart() {
-    let job = TinyJob::new();
-    let mut running = job
-        .launch()
-        .nproc(2)
-        .set("train.steps=100000")
-        .set("run.timeline=5-8")
-        .start();
-    running.wait_for("timeline of steps 5 to 8");
-    running.signal(Signal::SIGTERM);
-    running.finish().expect_exit(143);
-    let trace = Trace::of(&job.out());
-    for (rank, spans) in &trace.ranks {
-        let other = format!("waits for rank {}", 1 - rank);
-        for late in spans.iter().filter(|span| span.kind == "late") {
-            assert_eq!(late.name, other);
-            let within = |span: &Span| span.lane == late.lane && span.kind != "late" && contains(span, late);
-            assert!(spans.iter().any(within), "{late:?}");
-        }
-    }
-    // Not both of them at the same time.
-    let late = |rank| trace.ranks[&rank].iter().filter(|span| span.kind == "late");
-    for one in late(0) {
-        assert!(
-            late(1).all(|other| other.end <= one.start || one.end <= other.start || one.lane != other.lane),
-            "{one:?}"
-        );
-    }
-}
-
 #[test]
 fn a_run_that_is_stopped_has_what_came_before() {
     let job = TinyJob::new();

@@ -4,8 +4,7 @@ use std::ffi::OsStr;
 use std::path::Path;
 
 use crate::harness::{
-    Finished, Launch, Program, TinyJob, binaries, ddp_train, launch, losses, metrics, parameters, repository,
-    temp_dir,
+    Finished, Launch, Program, TinyJob, binaries, ddp_train, launch, losses, repository, temp_dir,
 };
 
 /// Enough of a text for a few steps.
@@ -177,21 +176,6 @@ fn what_the_readme_of_the_examples_says_of_gpt2_tokens_is_reached() {
 }
 
 #[test]
-fn training_on_tokens_resumes_to_the_last_bit() {
-    let job = job("ours.safetensors");
-    make(&job, "ours.safetensors", &["a.txt", "b.txt"]);
-    train(&job, "run.out_dir=whole").expect_exit(0);
-    train(&job, "train.steps=4").expect_exit(0);
-    train(&job, "run.resume=require")
-        .expect_exit(0)
-        .expect_stdout("8, resumed after step 4");
-    let whole = job.dir().join("whole");
-    assert_eq!(losses(&job.out()), losses(&whole));
-    assert_eq!(losses(&whole).len(), 8);
-    assert!(parameters(&job.out()) == parameters(&whole), "other parameters");
-}
-
-#[test]
 fn shards_of_llm_c_train_as_one_file_does() {
     let job = job("ours.safetensors");
     make(&job, "ours.safetensors", &["a.txt", "b.txt"]);
@@ -248,18 +232,4 @@ fn a_text_where_tokens_are_needed_is_refused_with_the_command_that_makes_them() 
         .expect_exit(0)
         .expect_stdout("  train: a.gpt2.safetensors ");
     train(&job, "data.train=a.gpt2.safetensors train.steps=1").expect_exit(0);
-}
-
-#[test]
-fn a_number_that_is_no_token_ends_the_run_with_its_place() {
-    let job = job("bad.bin");
-    let mut tokens: Vec<u8> = (0..2000_u16).flat_map(u16::to_le_bytes).collect();
-    // In the held-out part, which is read at the end.
-    tokens[2 * 1900..][..2].copy_from_slice(&60_000_u16.to_le_bytes());
-    std::fs::write(job.dir().join("bad.bin"), llm_c(&tokens)).expect("writable");
-    train(&job, "").expect_exit(2).expect_stderr(
-        "`bad.bin` has the number 60000 at position 1900, but the last token of `gpt2` is 50256",
-    );
-    // The line of the last step waits for its validation.
-    assert_eq!(metrics(&job.out()).len(), 7);
 }

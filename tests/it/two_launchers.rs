@@ -92,36 +92,6 @@ fn each_wait_for_a_node_is_told() {
 }
 
 #[test]
-fn two_jobs_that_nobody_named_are_refused_by_what_differs() {
-    let daemon = Daemon::start();
-    let node = |job: &str| {
-        launch()
-            .flag("--nnodes", "2")
-            .flag("--rdzv-endpoint", &daemon.endpoint)
-            .flag("--rdzv-conf", "is_host=false")
-            .shell(&format!("echo {job} $TORCHELASTIC_RUN_ID"))
-    };
-    let mut first = node("one").start();
-    first.wait_for("waiting for 1 more");
-    for (refused, own) in [(node("two").run(), "two"), (first.finish(), "one")] {
-        refused
-            .expect_exit(76)
-            .expect_stderr(
-                "two jobs without `--rdzv-id` meet at one rendezvous: `arguments` differs between ",
-            )
-            .expect_stderr(&format!("`arguments` on this node: `-c echo {own} "))
-            .expect_stderr(
-                "hint: give all nodes of a job the same `--rdzv-id`, and other jobs a different one",
-            );
-    }
-    let alike = [node("three").start(), node("three").start()];
-    for node in alike {
-        node.finish().expect_exit(0).expect_stdout("three none");
-    }
-    daemon.stop().expect_exit(0);
-}
-
-#[test]
 fn a_second_job_of_the_same_default_id_is_refused_by_name() {
     let (daemon, dir) = (Daemon::start(), temp_dir());
     let done = dir.path().join("done");
@@ -154,7 +124,7 @@ fn a_second_job_of_the_same_default_id_is_refused_by_name() {
 fn nodes_that_meet_at_one_of_them_may_be_given_other_arguments() {
     let port = ReservedPort::new();
     let node = |rank: &str| {
-        let script = format!("echo {rank} of $WORLD_SIZE on host {rank}");
+        let script = format!("echo {rank} of $WORLD_SIZE of $TORCHELASTIC_RUN_ID on host {rank}");
         launch()
             .flag("--nnodes", "2")
             .flag("--node-rank", rank)
@@ -165,7 +135,7 @@ fn nodes_that_meet_at_one_of_them_may_be_given_other_arguments() {
     for (rank, node) in [("0", node("0")), ("1", node("1"))] {
         node.finish()
             .expect_exit(0)
-            .expect_stdout(&format!("{rank} of 2 on host {rank}"));
+            .expect_stdout(&format!("{rank} of 2 of none on host {rank}"));
     }
 }
 

@@ -1,11 +1,8 @@
 //! `--worker-ports`: where the workers of several nodes meet.
 
-use std::collections::BTreeSet;
 use std::net::TcpListener;
 
-use nix::sys::signal::Signal;
-
-use crate::harness::{Daemon, TinyJob, launch, wait_for_step, worker};
+use crate::harness::{Daemon, TinyJob, launch};
 
 /// The first port of a range, which another program has. No other program has had the range as a whole.
 fn taken_range(ports: u16) -> (TcpListener, u16, String) {
@@ -13,56 +10,6 @@ fn taken_range(ports: u16) -> (TcpListener, u16, String) {
     let first = taken.local_addr().expect("an address").port();
     let range = format!("{first}-{}", first + ports - 1);
     (taken, first, range)
-}
-
-/// The TCP connections of a process: its own port, and the peer's.
-fn connections(pid: i32) -> BTreeSet<[u16; 2]> {
-    let descriptors = std::fs::read_dir(format!("/proc/{pid}/fd")).expect("it lives");
-    let sockets: BTreeSet<_> = descriptors
-        .flatten()
-        .filter_map(|fd| {
-            let target = std::fs::read_link(fd.path()).ok()?;
-            let inode = target.to_str()?.strip_prefix("socket:[")?.strip_suffix(']')?;
-            Some(inode.to_owned())
-        })
-        .collect();
-    let table = std::fs::read_to_string(format!("/proc/{pid}/net/tcp")).expect("a mounted /proc");
-    let port = |address: &str| u16::from_str_radix(address.split_once(':')?.1, 16).ok();
-    let of_process = table.lines().skip(1).filter_map(|line| {
-        let fields: Vec<_> = line.split_ascii_whitespace().collect();
-        let is_its = sockets.contains(*fields.get(9)?);
-        is_its.then_some([port(fields[1])?, port(fields[2])?])
-    });
-    of_process.collect()
-}
-
-#[test]
-fn native_workers_of_two_nodes_meet_in_the_range_and_skip_what_is_taken() {
-    let (_taken, first, range) = taken_range(20);
-    let job = TinyJob::with(|text| text.replace("steps: 40", "steps: 1000000"));
-    let daemon = Daemon::start();
-    let node = |rank: &str| {
-        let node = launch()
-            .nproc(2)
-            .node_of(2, &daemon.endpoint, "ports")
-            .flag("--node-rank", rank)
-            .flag("--worker-ports", &range);
-        node.dir(job.dir()).target("tiny.yaml").start()
-    };
-    let (one, other) = (node("0"), node("1"));
-    wait_for_step(&job.out(), 1);
-    let allowed = first + 1..first + 20;
-    for rank in ["0", "1"] {
-        let connections = connections(worker(one.pid(), rank));
-        assert!(connections.len() >= 2, "rank {rank}: {connections:?}");
-        assert!(
-            connections.iter().all(|[own, _]| allowed.contains(own)),
-            "rank {rank}: {connections:?}, not in {allowed:?}"
-        );
-    }
-    one.signal(Signal::SIGTERM);
-    one.finish().expect_exit(143);
-    other.finish();
 }
 
 /// A node of two, one rank each, that finds no port.

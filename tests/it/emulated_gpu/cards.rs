@@ -43,23 +43,6 @@ fn a_card_that_is_too_old_is_named() {
 
 #[test]
 #[ignore = "minutes of emulated GPUs: .ci/run emulated_gpu"]
-fn more_workers_than_gpus_are_refused() {
-    let job = job();
-    let launch = gpus(Emulator::built(), &job, 2).env("EMULATOR_GPUS", "1");
-    refused(launch)
-        .expect_exit(2)
-        .expect_stderr("2 workers on this node, which has 1 GPU");
-    let launch = gpus(Emulator::built(), &job, 2)
-        .env("EMULATOR_GPUS", "1")
-        .env("EMULATOR_NCCL", "22809")
-        .env("NCCL_MULTI_RANK_GPU_ENABLE", "1");
-    refused(launch)
-        .expect_exit(2)
-        .expect_stderr("which has 1 GPU, and NCCL 2.28.9 does not let ranks share a GPU");
-}
-
-#[test]
-#[ignore = "minutes of emulated GPUs: .ci/run emulated_gpu"]
 fn a_lack_of_memory_says_what_needs_it_and_what_to_change() {
     // Of two, a collective waits for what could not be allocated.
     for ranks in [1, 2] {
