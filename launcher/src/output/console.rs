@@ -249,7 +249,7 @@ impl Writer {
         while let Some((item, room)) = self.queue.blocking_recv() {
             match (item, self.bar.clone()) {
                 (Item::Write(chunk), Some(bar)) if bar.length().is_some() => {
-                    bar.suspend(|| self.write(&chunk))
+                    bar.suspend(|| self.write(&chunk));
                 }
                 (Item::Write(chunk), _) => self.write(&chunk),
                 (Item::Progress(step, progress), Some(bar)) => {

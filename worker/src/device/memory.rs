@@ -494,7 +494,7 @@ mod tests {
         ));
         assert_eq!(
             refused.to_string(),
-            "cannot allocate 4 KiB for `segment`: operation not permitted\n  \
+            "cannot allocate 4.0 KiB for `segment`: operation not permitted\n  \
              hint: a security profile (seccomp, SELinux) forbids shared memory: allow `memfd_create` and `fallocate`"
         );
     }
