@@ -222,6 +222,9 @@ pub struct WorkerExit {
     /// Empty if it does not say. One line, bounded by the agent.
     #[prost(string, tag = "17")]
     pub activity: ::prost::alloc::string::String,
+    /// Its stdout and stderr came through one pipe: `stderr_tail` has lines of both.
+    #[prost(bool, tag = "18")]
+    pub stdout_in_tail: bool,
 }
 /// All workers of the generation are gone from this node.
 #[derive(Clone, PartialEq, ::prost::Message)]

@@ -347,6 +347,7 @@ fn of_run_files(error: &RunFilesError) -> u8 {
         RunFilesError::Store(_) => FAILED,
         RunFilesError::Checkpoint(error) => of_checkpoint(error),
         RunFilesError::Io { kind, .. } => of_io(*kind),
+        RunFilesError::Gone(_) => exit::DISK,
         RunFilesError::InUse(_) => exit::FOLDER_IN_USE,
         RunFilesError::Refused(_) | RunFilesError::NothingToResume { .. } | RunFilesError::RankZero(_) => {
             exit::USAGE

@@ -32,6 +32,7 @@ mod operators;
 mod out_dir;
 mod out_of_memory;
 mod outage;
+mod output;
 mod parallel_examples;
 mod pid_one;
 mod pipelines;

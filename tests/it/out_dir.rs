@@ -183,3 +183,17 @@ fn the_newest_run_of_a_name_is_resumed_without_its_folder() {
         .expect_stderr(mine)
         .expect_stdout("resumed after step 5");
 }
+
+#[test]
+fn a_run_whose_folder_was_deleted_does_not_succeed() {
+    let job = TinyJob::new();
+    let running = job.launch().set("train.steps=400").start();
+    wait_for_step(&job.out(), 1);
+    let deleted = job.dir().join("deleted");
+    std::fs::rename(job.out(), &deleted).expect("the folder of the run");
+    std::fs::remove_dir_all(deleted).expect("deletable");
+    running
+        .finish()
+        .expect_exit(74)
+        .expect_stderr("metrics.jsonl` was deleted or moved during the run");
+}

@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use crate::cgroup::WorkerCgroup;
 use crate::output::console::Console;
+use crate::output::reader::OutputReader;
 use crate::output::streams::Output;
 use crate::plan::BoundPlan;
 use crate::supervise::guardian::Guardian;
@@ -22,6 +23,7 @@ pub(super) struct LaunchContext<'a> {
     /// Environment of the launcher itself.
     pub(super) inherited: Arc<[(OsString, OsString)]>,
     pub(super) console: Console,
+    pub(super) reader: OutputReader,
     /// For processes, and for what is written about them.
     pub(super) processes: BlockingThread,
     /// For files of workers and for the error files: the loop waits for no file system once the launch has begun.
@@ -32,10 +34,12 @@ pub(super) struct LaunchContext<'a> {
 impl<'a> LaunchContext<'a> {
     pub(super) fn new(plan: BoundPlan, guardian: &'a Guardian) -> io::Result<Self> {
         let hostname = nix::unistd::gethostname().map_err(io::Error::from)?;
+        let console = Console::start(Output::standard(), plan.progress_bar)?;
         Ok(Self {
             processes: BlockingThread::start("processes")?,
             files: BlockingThread::start("files")?,
-            console: Console::start(Output::standard(), plan.progress_bar)?,
+            reader: OutputReader::start(console.clone())?,
+            console,
             group: guardian.group().and_then(group_of_workers),
             plan: Arc::new(plan),
             guardian,

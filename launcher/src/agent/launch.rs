@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use nix::sys::termios::{SetArg, Termios, tcgetattr, tcsetattr};
 use nix::unistd::{getpgrp, tcgetpgrp};
+use tokio::time::timeout;
 
 use super::context::LaunchContext;
 use super::driver::Driver;
@@ -13,15 +14,17 @@ use super::machine::ExitReason;
 use super::signals::{SignalAction, Signals};
 use crate::cgroup;
 use crate::output::streams::OWN_PREFIX;
-use crate::plan::{BoundPlan, SignalPlan};
+use crate::plan::BoundPlan;
 use crate::supervise::guardian::Guardian;
 use crate::supervise::proc_table;
 
-/// How long a console that takes nothing is waited for at the end.
-const CONSOLE_PATIENCE: Duration = Duration::from_secs(1);
-/// How long all that is left to be put away may take, which has bounds of its own: only a file system that does not
-/// answer takes longer.
-const CLOSING_BOUND: Duration = Duration::from_mins(1);
+/// How long a reader of the output that takes nothing is waited for at the end.
+const READER_PATIENCE: Duration = Duration::from_mins(5);
+/// The same after a signal, whose sender waits.
+const READER_PATIENCE_WHEN_STOPPED: Duration = Duration::from_secs(5);
+/// How long control group and files may take to be removed, which has bounds of its own: only a file system that does
+/// not answer takes longer.
+const CLEANUP_BOUND: Duration = Duration::from_mins(1);
 
 /// How a launch ended.
 #[derive(Clone, Debug)]
@@ -40,21 +43,25 @@ pub struct Outcome {
 /// kills every descendant but the guardian at the end of a generation. Must run on a tokio runtime with I/O and
 /// time enabled.
 pub async fn run(plan: BoundPlan, guardian: Guardian) -> Outcome {
-    let launch = match LaunchContext::new(plan, &guardian) {
-        Ok(launch) => launch,
+    let launch = LaunchContext::new(plan, &guardian);
+    let (launch, mut signals) = match launch.and_then(|launch| {
+        let signals = Signals::listen(&launch.plan.signals)?;
+        Ok((launch, signals))
+    }) {
+        Ok(parts) => parts,
         Err(error) => return refuse(error.into(), guardian),
     };
     // Standard input may be no terminal.
     let terminal = || tcgetattr(io::stdin()).ok();
     let terminal = launch.plan.output.direct.then(terminal).flatten();
     let LaunchContext {
-        plan,
         console,
+        reader,
         processes,
         group,
         ..
     } = launch.clone();
-    let (exit_reason, report) = match Driver::start(launch) {
+    let (exit_reason, report) = match Driver::start(launch, &mut signals) {
         Ok(driver) => driver.run().await,
         Err(exit_reason) => {
             let report = format!("error: {exit_reason}");
@@ -64,22 +71,32 @@ pub async fn run(plan: BoundPlan, guardian: Guardian) -> Outcome {
     if let Some(terminal) = terminal {
         restore(&terminal);
     }
+    let scratch_dir = guardian.scratch_dir().to_owned();
+    let cleanup = processes.give(move || {
+        // Usually it was never made.
+        let _ = std::fs::remove_dir_all(scratch_dir);
+        group.and_then(|group| remove_group(group.dir()))
+    });
+    let patience = match exit_reason {
+        ExitReason::Stopped { .. } => READER_PATIENCE_WHEN_STOPPED,
+        _ => READER_PATIENCE,
+    };
+    let closing = async {
+        if let Some(message) = timeout(CLEANUP_BOUND, cleanup).await.ok().flatten().flatten() {
+            console.say(&message);
+        }
+        // The report follows the last line of the workers.
+        !console.is_one_place() || console.drained(reader.ended(), patience).await
+    };
+    // The runtime goes on: it may host the daemon, which other nodes still need.
+    let is_read = is_complete(closing, &mut signals).await;
     if let Some(report) = &report {
         console.say(report);
     }
-    // The runtime goes on: it may host the daemon, which other nodes still need.
-    let scratch_dir = guardian.scratch_dir().to_owned();
-    let closing = processes.give(move || {
-        if let Some(words) = group.and_then(|group| remove_group(group.dir())) {
-            console.say(&words);
-        }
-        console.close(CONSOLE_PATIENCE);
-        // Usually it was never made.
-        let _ = std::fs::remove_dir_all(scratch_dir);
-    });
-    if !is_closed(closing, CLOSING_BOUND, &plan.signals).await {
-        tracing::debug!("the launcher exits before its cleanup is complete");
+    if is_read {
+        is_complete(console.drained(reader.ended(), patience), &mut signals).await;
     }
+    console.close().await;
     dismiss(guardian);
     Outcome {
         exit_code: exit_reason.exit_code(),
@@ -88,25 +105,13 @@ pub async fn run(plan: BoundPlan, guardian: Guardian) -> Outcome {
     }
 }
 
-/// Waits until all is put away, but no longer than `bound` or until a signal comes that stops the launcher: the one that
-/// stopped the job was taken before. False if it was not waited for.
-async fn is_closed<T>(
-    closing: impl Future<Output = Option<T>>,
-    bound: Duration,
-    signals: &SignalPlan,
-) -> bool {
-    let interrupted = async {
-        let Ok(mut signals) = Signals::listen(signals) else {
-            return std::future::pending().await;
-        };
-        while !matches!(signals.next().await, SignalAction::Stop(_)) {}
-    };
+/// Waits for `closing`, but only until another signal stops the launcher. False if it was not waited for.
+async fn is_complete(closing: impl Future<Output = bool>, signals: &mut Signals) -> bool {
+    let interrupted = async { while !matches!(signals.next().await, SignalAction::Stop(_)) {} };
     // Cancel safe: whichever comes first, the launch ends.
     tokio::select! {
-        // Listens before anything is waited for.
-        biased;
         () = interrupted => false,
-        closed = tokio::time::timeout(bound, closing) => closed.is_ok(),
+        is_complete = closing => is_complete,
     }
 }
 
@@ -162,6 +167,7 @@ mod tests {
     use nix::sys::signal::{Signal, raise};
 
     use super::*;
+    use crate::plan::SignalPlan;
 
     #[tokio::test]
     async fn a_signal_ends_the_closing_of_a_launch() {
@@ -170,14 +176,11 @@ mod tests {
             stop: vec![Signal::SIGURG as i32],
             ..SignalPlan::default()
         };
-        let never = std::future::poll_fn(|_| {
-            // The wait has begun.
-            raise(Signal::SIGURG).unwrap();
-            std::task::Poll::<Option<()>>::Pending
-        });
-        let patience = Duration::from_mins(1);
-        let ended = tokio::time::timeout(patience, is_closed(never, Duration::MAX, &stop)).await;
-        assert_eq!(ended, Ok(false));
-        assert!(is_closed(async { Some(()) }, patience, &stop).await);
+        let mut signals = Signals::listen(&stop).unwrap();
+        assert!(is_complete(async { true }, &mut signals).await);
+        // Between two waits, a signal is kept.
+        raise(Signal::SIGURG).unwrap();
+        let ended = is_complete(std::future::pending(), &mut signals);
+        assert_eq!(timeout(Duration::from_mins(1), ended).await, Ok(false));
     }
 }

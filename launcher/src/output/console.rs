@@ -1,33 +1,36 @@
-//! The console: standard output and error of the launcher, and the thread that writes to them.
+//! The console: standard output and error of the launcher, and the threads that write to them.
 //!
-//! The reader of this output may stop reading. So only the thread `console` writes; other threads put chunks into a
-//! bounded queue. [`Console::put`] holds the whole policy for slow readers: while the reader is merely slow, the thread
-//! that reads the workers' pipes waits for room, as the workers themselves would; a reader that took nothing for
-//! [`STALL`] costs lines, which are counted. The agent never waits for the console: its messages have room of their own.
+//! The reader of this output may be slow, or stop. So only the threads `console` write, one for each place that the two
+//! streams lead to. Output of workers waits for room in the queue of its place ([`Console::put`]), and the worker waits
+//! then too, as without a launcher. The launcher itself never waits: its messages have room of their own. At the end it
+//! waits for the reader, and says how many lines were not delivered.
 
-use std::collections::VecDeque;
-use std::io;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::io::{self, ErrorKind, Write};
+use std::pin::pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::time::Duration;
 
 use ddp_proto::control::Progress;
 use ddp_proto::printable;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, watch};
+use tokio::time::timeout;
 
-use crate::output::streams::{Chunk, OWN_PREFIX, Output, Source, Stream};
+use crate::output::streams::{Chunk, Cursor, OWN_PREFIX, Output, Source, Stream};
 
-/// Bytes of workers that may wait to be written.
-const QUEUE_BYTES: usize = 4 << 20;
-/// Bytes that may wait when the launcher adds its own messages.
-const QUEUE_BYTES_WITH_OWN: usize = QUEUE_BYTES + (2 << 20);
+/// Bytes of workers that may wait to be written to one place.
+const WORKER_BYTES: usize = 4 << 20;
+/// Bytes of the launcher's own messages that may wait.
+const OWN_BYTES: usize = 2 << 20;
 /// Bytes that each chunk counts beyond its text, so that the number of short ones is bounded too.
-const CHUNK_COST: usize = 128;
-/// A console that takes nothing for this long is blocked.
-const STALL: Duration = Duration::from_millis(500);
-/// Longest wait for a slow reader at the end.
-const CLOSE_BOUND: Duration = Duration::from_secs(30);
-/// Most bytes written in one go.
-const WRITE_BYTES: usize = 64 << 10;
+const CHUNK_COST: u32 = 128;
+/// Most bytes written at once: a reader that takes so little within the patience of [`Console::drained`] is waited for.
+const WRITE_BYTES: usize = 4 << 10;
+/// Longest wait for pipes that a process holds open, while everything that came from them is written.
+const PIPE_BOUND: Duration = Duration::from_secs(1);
+/// Longest wait for the last messages when the reader is not waited for any more.
+const CLOSE_BOUND: Duration = Duration::from_secs(1);
 /// Most redraws of the progress bar in a second.
 const REDRAW_HZ: u8 = 10;
 /// The launcher itself, which only prints whole lines.
@@ -36,244 +39,276 @@ const OWN: Source = Source {
     id: u64::MAX,
 };
 
-/// Handle to the writer thread; cheap to clone.
+/// Handle to the writer threads; cheap to clone.
 #[derive(Clone)]
 pub(crate) struct Console {
-    shared: Arc<Shared>,
-    is_file: [bool; 2],
+    /// By stream; twice the same if both streams lead to one place.
+    places: [Arc<Place>; 2],
+    /// Changes whenever a place took something; closed when all threads have ended.
+    taken: watch::Receiver<()>,
 }
 
-struct Shared {
-    state: Mutex<State>,
-    /// The queue has something to write, or is closing.
-    filled: Condvar,
-    /// The writer took something.
-    drained: Condvar,
+/// A file, pipe or terminal.
+struct Place {
+    queue: mpsc::Sender<Queued>,
+    /// For output of workers.
+    room: Arc<Semaphore>,
+    /// For the launcher's messages.
+    own_room: Arc<Semaphore>,
+    /// Lines that are not written, and will not be if the place takes nothing more.
+    undelivered: AtomicUsize,
+    is_file: bool,
 }
 
-#[derive(Default)]
-struct State {
-    queue: VecDeque<Chunk>,
-    queued_bytes: usize,
-    /// The newest numbers for the progress bar.
-    progress: Option<(u64, Progress)>,
-    dropped_lines: u64,
-    /// Grows whenever the console took something.
-    written: u64,
-    /// The console took nothing for [`STALL`] while a thread waited for room.
-    blocked: bool,
-    closing: bool,
-    closed: bool,
+/// An item, and the room that it takes until it is written.
+type Queued = (Item, OwnedSemaphorePermit);
+
+/// What a writer thread does next.
+enum Item {
+    Write(Chunk),
+    /// Shows the numbers of a step on the progress bar.
+    Progress(u64, Progress),
+    End,
 }
 
 impl Console {
-    /// Starts the writer thread.
+    /// Starts the writer threads.
     pub(crate) fn start(output: Output, progress_bar: bool) -> io::Result<Self> {
-        let shared = Arc::new(Shared {
-            state: Mutex::default(),
-            filled: Condvar::new(),
-            drained: Condvar::new(),
-        });
-        let console = Self {
-            shared: shared.clone(),
-            is_file: output.is_file(),
-        };
-        let bar = progress_bar.then(new_bar);
-        std::thread::Builder::new()
-            .name("console".into())
-            .stack_size(256 << 10)
-            .spawn(move || Writer { output, bar }.run(&shared))?;
-        Ok(console)
+        let (sender, taken) = watch::channel(());
+        let queues = output.is_file.map(Place::new);
+        let mut places = queues.each_ref().map(|(place, _)| place.clone());
+        if output.is_one_place {
+            places[0] = places[1].clone();
+        }
+        let parts = Stream::BOTH.into_iter().zip(output.writers).zip(queues);
+        for ((stream, target), (place, queue)) in parts.skip(usize::from(output.is_one_place)) {
+            let writer = Writer {
+                stream,
+                target,
+                place,
+                beside: places[stream.other() as usize].clone(),
+                queue,
+                cursor: Cursor::default(),
+                bar: (progress_bar && stream == Stream::Stderr).then(new_bar),
+                taken: sender.clone(),
+                was_refused: false,
+            };
+            std::thread::Builder::new()
+                .name("console".into())
+                .stack_size(256 << 10)
+                .spawn(|| writer.run())?;
+        }
+        Ok(Self { places, taken })
     }
 
     /// True if the stream leads to a regular file, so that prompts need not be shown early.
     pub(crate) fn is_file(&self, stream: Stream) -> bool {
-        self.is_file[stream as usize]
+        self.places[stream as usize].is_file
     }
 
-    /// Queues output of a worker. Waits for a slow console, but not for a blocked one.
-    pub(crate) fn put(&self, chunk: Chunk) {
-        let has_no_room = |state: &State| state.queued_bytes >= QUEUE_BYTES && !state.blocked;
-        let mut state = self.wait_while(self.shared.lock(), STALL, None, has_no_room);
-        let is_blocked = has_no_room(&state);
-        state.blocked |= is_blocked;
-        self.enqueue(state, chunk, QUEUE_BYTES);
+    /// Both streams lead to one place.
+    pub(crate) fn is_one_place(&self) -> bool {
+        Arc::ptr_eq(&self.places[0], &self.places[1])
+    }
+
+    /// Queues output of a worker, once there is room.
+    pub(crate) async fn put(&self, chunk: Chunk) {
+        let place = &self.places[chunk.source.stream as usize];
+        place.undelivered.fetch_add(lines(&chunk.bytes), Relaxed);
+        // Nothing closes it.
+        let room = place.room.clone().acquire_many_owned(cost(&chunk)).await;
+        place.push(Item::Write(chunk), room);
     }
 
     /// Queues a message of the launcher itself, each of its lines prefixed. Control characters of peers' text are escaped.
     /// Never waits.
     pub(crate) fn say(&self, text: &str) {
-        let text = printable::text(text);
-        let lines: String = text.lines().flat_map(|line| [line, "\n"]).collect();
-        self.enqueue(self.shared.lock(), own(lines), QUEUE_BYTES_WITH_OWN);
+        self.places[Stream::Stderr as usize].say(OWN_PREFIX, &printable::text(text));
+    }
+
+    /// Queues a line for programs on standard error. Never waits.
+    pub(crate) fn put_event(&self, line: &str) {
+        self.places[Stream::Stderr as usize].say("", line);
     }
 
     /// Shows the numbers of a step on the progress bar, if there is one. Never waits.
     pub(crate) fn progress(&self, step: u64, progress: Progress) {
-        self.shared.lock().progress = Some((step, progress));
-        self.shared.filled.notify_one();
+        let place = &self.places[Stream::Stderr as usize];
+        // Without room, newer ones follow.
+        let room = place.room.clone().try_acquire_many_owned(CHUNK_COST);
+        place.push(Item::Progress(step, progress), room);
     }
 
-    /// Grows whenever the console took something: a console that writes nothing is blocked, or has nothing to do.
-    pub(crate) fn written(&self) -> u64 {
-        self.shared.lock().written
-    }
-
-    /// Ends the bar and the thread; returns when all is written, when the console has taken nothing for `patience`,
-    /// or after [`CLOSE_BOUND`]. Lines put later are lost.
-    pub(crate) fn close(&self, patience: Duration) {
-        let mut state = self.shared.lock();
-        state.closing = true;
-        self.shared.filled.notify_one();
-        let last = Instant::now() + CLOSE_BOUND;
-        self.wait_while(state, patience, Some(last), |_| true).closed = true;
-    }
-
-    /// Waits while the condition holds, the console is not closed, it took something within `patience`, and `last` has
-    /// not come.
-    fn wait_while<'a>(
-        &self,
-        mut state: MutexGuard<'a, State>,
-        patience: Duration,
-        last: Option<Instant>,
-        condition: impl Fn(&State) -> bool,
-    ) -> MutexGuard<'a, State> {
-        let bounded = |deadline: Instant| last.map_or(deadline, |last| last.min(deadline));
-        let (mut deadline, mut seen) = (bounded(Instant::now() + patience), state.written);
-        while condition(&state) && !state.closed {
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                break;
+    /// Waits until `readers` have put all output of workers, and all is written; false if no place has taken a byte for
+    /// `patience` before.
+    pub(crate) async fn drained(&self, readers: impl Future<Output = ()>, patience: Duration) -> bool {
+        let (mut taken, mut readers, mut has_ended) = (self.taken.clone(), pin!(readers), false);
+        let is_all_written = || self.places.iter().all(|place| place.is_written());
+        loop {
+            let is_written = is_all_written();
+            if is_written && has_ended {
+                return true;
             }
-            let waited = self.shared.drained.wait_timeout(state, left);
-            state = waited.unwrap_or_else(PoisonError::into_inner).0;
-            if state.written != seen {
-                seen = state.written;
-                deadline = bounded(Instant::now() + patience);
+            let patience = if is_written { PIPE_BOUND } else { patience };
+            // Cancel safe: a change that was not seen is kept.
+            tokio::select! {
+                () = &mut readers, if !has_ended => has_ended = true,
+                changed = timeout(patience, taken.changed()) => {
+                    if !matches!(changed, Ok(Ok(()))) && is_all_written() == is_written {
+                        return is_written;
+                    }
+                }
             }
         }
-        state
     }
 
-    fn enqueue(&self, mut state: MutexGuard<'_, State>, chunk: Chunk, bound: usize) {
-        if state.queued_bytes >= bound || state.closed {
-            let lines = chunk.bytes.split_inclusive(|byte| *byte == b'\n');
-            state.dropped_lines += lines.count() as u64;
-            return;
+    /// Says how many lines were not delivered, and ends the bar and the threads. Lines put later are lost.
+    pub(crate) async fn close(&self) {
+        for stream in Stream::BOTH.into_iter().skip(usize::from(self.is_one_place())) {
+            let lost = self.places[stream as usize].undelivered.load(Relaxed);
+            if lost > 0 {
+                let text = format!("lines lost because {stream} did not take them: at least {lost}");
+                self.places[stream.other() as usize].say(OWN_PREFIX, &text);
+            }
         }
-        state.queued_bytes += chunk.bytes.len() + CHUNK_COST;
-        state.queue.push_back(chunk);
-        drop(state);
-        self.shared.filled.notify_one();
+        for place in &self.places {
+            place.push(Item::End, place.own_room.clone().try_acquire_many_owned(0));
+        }
+        let mut taken = self.taken.clone();
+        let ended = async { while taken.changed().await.is_ok() {} };
+        let _ = timeout(CLOSE_BOUND, ended).await;
     }
 }
 
-impl Shared {
-    /// The state is consistent at every point, so a panic elsewhere does not spoil it.
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+impl Place {
+    fn new(is_file: bool) -> (Arc<Self>, mpsc::Receiver<Queued>) {
+        // As many items as have room, and what ends the thread.
+        let (queue, receiver) = mpsc::channel((WORKER_BYTES + OWN_BYTES) / CHUNK_COST as usize + 2);
+        let place = Arc::new(Self {
+            queue,
+            room: Arc::new(Semaphore::new(WORKER_BYTES)),
+            own_room: Arc::new(Semaphore::new(OWN_BYTES)),
+            undelivered: AtomicUsize::new(0),
+            is_file,
+        });
+        (place, receiver)
     }
 
-    /// Waits for something to write.
-    fn next_batch(&self) -> Batch {
-        let is_idle =
-            |state: &mut State| state.queue.is_empty() && state.progress.is_none() && !state.closing;
-        let filled = self.filled.wait_while(self.lock(), is_idle);
-        let mut state = filled.unwrap_or_else(PoisonError::into_inner);
-        let mut batch = Batch {
-            chunks: Vec::new(),
-            progress: state.progress.take(),
-            is_last: false,
+    fn is_written(&self) -> bool {
+        self.room.available_permits() == WORKER_BYTES && self.own_room.available_permits() == OWN_BYTES
+    }
+
+    /// Queues lines of the launcher itself, if there is room.
+    fn say(&self, prefix: &str, text: &str) {
+        let chunk = Chunk {
+            source: OWN,
+            prefix: prefix.into(),
+            bytes: format!("{}\n", text.trim_end()).into_bytes(),
+            continues: false,
         };
-        let mut bytes = 0;
-        while bytes < WRITE_BYTES
-            && let Some(chunk) = state.queue.pop_front()
-        {
-            bytes += chunk.bytes.len();
-            state.queued_bytes -= chunk.bytes.len() + CHUNK_COST;
-            batch.chunks.push(chunk);
+        self.undelivered.fetch_add(lines(&chunk.bytes), Relaxed);
+        let room = self.own_room.clone().try_acquire_many_owned(cost(&chunk));
+        self.push(Item::Write(chunk), room);
+    }
+
+    /// Queues an item if it has room.
+    fn push<E>(&self, item: Item, room: Result<OwnedSemaphorePermit, E>) {
+        if let Ok(room) = room {
+            // It is closed when the thread has ended, and never full.
+            let _ = self.queue.try_send((item, room));
         }
-        if state.queue.is_empty() {
-            if state.dropped_lines > 0 {
-                let dropped = std::mem::take(&mut state.dropped_lines);
-                let notice = format!("{dropped} lines not shown: the console was blocked\n");
-                batch.chunks.push(own(notice));
-            }
-            batch.is_last = state.closing;
-        }
-        batch
     }
 }
 
-/// Lines of the launcher itself.
-fn own(lines: String) -> Chunk {
-    Chunk {
-        source: OWN,
-        prefix: OWN_PREFIX.into(),
-        bytes: lines.into_bytes(),
-        continues: false,
-    }
+/// What a chunk takes of the room. A chunk that is longer than all room takes it all.
+fn cost(chunk: &Chunk) -> u32 {
+    chunk.bytes.len().min(OWN_BYTES - CHUNK_COST as usize) as u32 + CHUNK_COST
 }
 
-/// What the writer does next.
-struct Batch {
-    chunks: Vec<Chunk>,
-    progress: Option<(u64, Progress)>,
-    is_last: bool,
+fn lines(bytes: &[u8]) -> usize {
+    bytes.split(|byte| *byte == b'\n').count() - 1
 }
 
+/// Writes to one place.
 struct Writer {
-    output: Output,
+    stream: Stream,
+    target: Box<dyn Write + Send>,
+    place: Arc<Place>,
+    /// Where the other stream leads.
+    beside: Arc<Place>,
+    queue: mpsc::Receiver<Queued>,
+    cursor: Cursor,
     /// One line at the bottom of the terminal, fed by the heartbeats of rank 0. It has a length once it has numbers.
     bar: Option<ProgressBar>,
+    taken: watch::Sender<()>,
+    was_refused: bool,
 }
 
 impl Writer {
-    fn run(mut self, shared: &Shared) {
-        loop {
-            let batch = shared.next_batch();
-            if let (Some(bar), Some((step, progress))) = (&self.bar, &batch.progress) {
-                bar.set_length(progress.steps);
-                bar.set_message(progress.to_string());
-                bar.set_position(*step);
-            }
-            if let Some(bar) = self.bar.take_if(|_| batch.is_last) {
-                // The last numbers stay on the terminal.
-                match bar.length() {
-                    Some(_) => bar.abandon(),
-                    None => bar.finish_and_clear(),
+    fn run(mut self) {
+        while let Some((item, room)) = self.queue.blocking_recv() {
+            match (item, self.bar.clone()) {
+                (Item::Write(chunk), Some(bar)) if bar.length().is_some() => {
+                    bar.suspend(|| self.write(&chunk));
                 }
+                (Item::Write(chunk), _) => self.write(&chunk),
+                (Item::Progress(step, progress), Some(bar)) => {
+                    bar.set_length(progress.steps);
+                    bar.set_message(progress.to_string());
+                    bar.set_position(step);
+                }
+                (Item::Progress(..), None) => {}
+                (Item::End, _) => break,
             }
-            if !batch.chunks.is_empty() {
-                self.write(&batch.chunks);
-            }
-            if batch.is_last {
-                self.output.end_lines();
-            }
-            let mut state = shared.lock();
-            state.written += 1;
-            state.blocked = false;
-            state.closed |= batch.is_last;
-            shared.drained.notify_all();
-            if batch.is_last {
-                return;
-            }
+            drop(room);
+            self.taken.send_replace(());
         }
+        if let Some(bar) = self.bar.take() {
+            // The last numbers stay on the terminal.
+            bar.length()
+                .map_or_else(|| bar.finish_and_clear(), |_| bar.abandon());
+        }
+        let mut end = Vec::new();
+        self.cursor.end_line(&mut end);
+        self.put(&end, 0);
     }
 
-    fn write(&mut self, chunks: &[Chunk]) {
-        let Some(bar) = &self.bar else {
-            return self.output.write(chunks);
-        };
-        let output = &mut self.output;
-        let mut write_lines = || {
-            output.write(chunks);
+    fn write(&mut self, chunk: &Chunk) {
+        let mut bytes = Vec::new();
+        self.cursor.write(chunk, &mut bytes);
+        if self.bar.is_some() {
             // The bar is drawn below whole lines.
-            output.end_lines();
-        };
-        match bar.length() {
-            Some(_) => bar.suspend(write_lines),
-            None => write_lines(),
+            self.cursor.end_line(&mut bytes);
+        }
+        self.put(&bytes, lines(&chunk.bytes));
+    }
+
+    /// Writes bytes of which so many lines are counted already. What the place refuses is lost.
+    fn put(&mut self, mut bytes: &[u8], counted: usize) {
+        let undelivered = &self.place.undelivered;
+        // It wraps around where there are fewer.
+        undelivered.fetch_add(lines(bytes).wrapping_sub(counted), Relaxed);
+        while !bytes.is_empty() {
+            let taken = match self.target.write(&bytes[..bytes.len().min(WRITE_BYTES)]) {
+                Ok(taken @ 1..) => taken,
+                // The reader closed it on purpose: the job goes on.
+                Err(error) if error.kind() == ErrorKind::BrokenPipe => bytes.len(),
+                refused => {
+                    let error = refused.err().unwrap_or_else(|| ErrorKind::WriteZero.into());
+                    if !std::mem::replace(&mut self.was_refused, true) {
+                        let text = format!(
+                            "cannot write to {}: {error}; its output is lost, and the job continues\n  \
+                             hint: `--log-dir` also writes all output to files",
+                            self.stream
+                        );
+                        self.beside.say(OWN_PREFIX, &text);
+                    }
+                    return;
+                }
+            };
+            undelivered.fetch_sub(lines(&bytes[..taken]), Relaxed);
+            bytes = &bytes[taken..];
+            self.taken.send_replace(());
         }
     }
 }
@@ -286,23 +321,27 @@ fn new_bar() -> ProgressBar {
 
 #[cfg(test)]
 mod tests {
-    use std::io::Write;
-    use std::sync::mpsc;
+    use std::future::{pending, ready};
+    use std::sync::mpsc::{Receiver, Sender, channel};
 
     use super::*;
 
+    const PATIENCE: Duration = Duration::from_secs(20);
+    /// For what must not happen.
+    const MOMENT: Duration = Duration::from_millis(50);
+
     /// Passes each write on, and takes the next one only when told to.
     struct Gate {
-        written: mpsc::Sender<Vec<u8>>,
-        tickets: mpsc::Receiver<()>,
+        written: Sender<Vec<u8>>,
+        tickets: Receiver<()>,
     }
 
     impl Write for Gate {
         fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-            self.tickets.recv().map_err(|_| io::ErrorKind::BrokenPipe)?;
+            self.tickets.recv().map_err(|_| ErrorKind::BrokenPipe)?;
             self.written
                 .send(bytes.to_vec())
-                .map_err(|_| io::ErrorKind::BrokenPipe)?;
+                .map_err(|_| ErrorKind::BrokenPipe)?;
             Ok(bytes.len())
         }
 
@@ -311,101 +350,205 @@ mod tests {
         }
     }
 
-    /// A console whose standard output takes nothing without a ticket.
-    fn gated() -> (Console, mpsc::Sender<()>, mpsc::Receiver<Vec<u8>>) {
-        gated_at(Stream::Stdout)
+    /// Refuses everything with this error.
+    struct Refusing(i32);
+
+    impl Write for Refusing {
+        fn write(&mut self, _: &[u8]) -> io::Result<usize> {
+            Err(io::Error::from_raw_os_error(self.0))
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
     }
 
-    fn gated_at(stream: Stream) -> (Console, mpsc::Sender<()>, mpsc::Receiver<Vec<u8>>) {
-        let (written, output) = mpsc::channel();
-        let (ticket, tickets) = mpsc::channel();
-        let mut writers: [Box<dyn Write + Send>; 2] = [Box::new(io::sink()), Box::new(io::sink())];
-        writers[stream as usize] = Box::new(Gate { written, tickets });
-        let streams = Output::new(writers, [false; 2], false);
-        (Console::start(streams, false).unwrap(), ticket, output)
+    fn gate() -> (Box<Gate>, Sender<()>, Receiver<Vec<u8>>) {
+        let ((written, output), (ticket, tickets)) = (channel(), channel());
+        (Box::new(Gate { written, tickets }), ticket, output)
     }
 
-    fn lines(stream: Stream, bytes: Vec<u8>) -> Chunk {
-        Chunk {
+    fn open(tickets: &Sender<()>) {
+        (0..10_000).for_each(|_| tickets.send(()).unwrap());
+    }
+
+    fn open_gate() -> (Box<Gate>, Receiver<Vec<u8>>) {
+        let (gate, tickets, output) = gate();
+        open(&tickets);
+        (gate, output)
+    }
+
+    fn console(writers: [Box<dyn Write + Send>; 2]) -> Console {
+        let output = Output {
+            writers,
+            is_file: [false; 2],
+            is_one_place: false,
+        };
+        Console::start(output, false).unwrap()
+    }
+
+    async fn put(console: &Console, stream: Stream, text: &str) {
+        let chunk = Chunk {
             source: Source { stream, id: 0 },
             prefix: "".into(),
-            bytes,
+            bytes: text.into(),
             continues: false,
-        }
+        };
+        console.put(chunk).await;
     }
 
-    #[test]
-    fn lines_arrive_in_order_and_whole() {
-        let (console, tickets, output) = gated();
-        (0..1000).for_each(|_| tickets.send(()).unwrap());
+    /// With what it costs.
+    fn mebibyte() -> String {
+        "x".repeat((1 << 20) - CHUNK_COST as usize - 1) + "\n"
+    }
+
+    fn text(output: &Receiver<Vec<u8>>) -> String {
+        String::from_utf8(output.try_iter().flatten().collect()).unwrap()
+    }
+
+    #[tokio::test]
+    async fn lines_arrive_in_order_and_whole() {
+        let (gate, output) = open_gate();
+        let console = console([gate, Box::new(io::sink())]);
         for line in 0..1000 {
-            console.put(lines(Stream::Stdout, format!("line {line}\n").into_bytes()));
+            put(&console, Stream::Stdout, &format!("line {line}\n")).await;
         }
-        console.close(Duration::from_secs(20));
-        let text: Vec<u8> = output.try_iter().flatten().collect();
-        let expected: Vec<u8> = (0..1000)
-            .flat_map(|line| format!("line {line}\n").into_bytes())
-            .collect();
-        assert_eq!(text, expected);
+        assert!(console.drained(ready(()), PATIENCE).await);
+        console.close().await;
+        let expected: Vec<String> = (0..1000).map(|line| format!("line {line}")).collect();
+        assert_eq!(text(&output).lines().collect::<Vec<_>>(), expected);
     }
 
-    #[test]
-    fn a_blocked_console_drops_lines_and_counts_them() {
-        let (console, tickets, output) = gated();
-        let mut line = vec![b'x'; 1 << 20];
-        line.extend_from_slice(b"\n\n");
-        for _ in 0..10 {
-            console.put(lines(Stream::Stdout, line.clone()));
+    #[tokio::test]
+    async fn a_reader_that_pauses_holds_up_the_writers_of_its_stream_and_loses_nothing() {
+        let ((stdout_gate, tickets, stdout), (stderr_gate, stderr)) = (gate(), open_gate());
+        let console = console([stdout_gate, stderr_gate]);
+        let (room, line) = (WORKER_BYTES >> 20, mebibyte());
+        let writer = {
+            let console = console.clone();
+            async move {
+                for _ in 0..=room {
+                    put(&console, Stream::Stdout, &line).await;
+                }
+            }
+        };
+        let mut writer = tokio::spawn(writer);
+        assert!(!console.drained(pending(), MOMENT).await);
+        assert!(!writer.is_finished(), "the queue has no bound");
+        // The other stream leads elsewhere.
+        put(&console, Stream::Stderr, "warning\n").await;
+        console.say("rank 1 failed");
+        assert_eq!(stderr.recv_timeout(PATIENCE).unwrap(), b"warning\n");
+        assert_eq!(
+            stderr.recv_timeout(PATIENCE).unwrap(),
+            b"[ddp-run] rank 1 failed\n"
+        );
+        open(&tickets);
+        let readers = async { (&mut writer).await.unwrap() };
+        assert!(console.drained(readers, PATIENCE).await);
+        console.close().await;
+        assert_eq!(text(&stdout).matches('\n').count(), room + 1);
+        assert_eq!(text(&stderr), "");
+    }
+
+    #[tokio::test]
+    async fn every_few_kilobytes_that_a_reader_takes_prolong_the_wait_for_it() {
+        let (gate, tickets, output) = gate();
+        let console = console([gate, Box::new(io::sink())]);
+        put(&console, Stream::Stdout, &mebibyte()).await;
+        let mut taken = console.taken.clone();
+        taken.mark_unchanged();
+        for _ in 0..mebibyte().len().div_ceil(WRITE_BYTES) {
+            tickets.send(()).unwrap();
+            timeout(PATIENCE, taken.changed()).await.unwrap().unwrap();
         }
-        // Some are in the writer's hands, some in the queue; the rest is lost, and nothing waits again.
-        let dropped = console.shared.lock().dropped_lines;
-        assert!((8..=12).contains(&dropped), "{dropped} dropped");
-        console.close(Duration::ZERO);
+        assert!(console.drained(ready(()), PATIENCE).await);
+        assert_eq!(text(&output), mebibyte());
+    }
+
+    #[tokio::test]
+    async fn lines_that_a_reader_never_takes_are_counted_on_the_other_stream() {
+        let ((stuck, tickets, stdout), (gate, stderr)) = (gate(), open_gate());
+        let console = console([stuck, gate]);
+        let lines = "line\n".repeat(WRITE_BYTES / 5 + 7);
+        put(&console, Stream::Stdout, &lines).await;
+        put(&console, Stream::Stdout, &lines).await;
+        tickets.send(()).unwrap();
+        assert!(!console.drained(ready(()), MOMENT).await);
+        console.say("rank 1 failed");
+        console.close().await;
+        let lost = lines.len() / 5 * 2 - text(&stdout).matches('\n').count();
+        let expected = format!(
+            "[ddp-run] rank 1 failed\n\
+             [ddp-run] lines lost because standard output did not take them: at least {lost}\n"
+        );
+        assert_eq!(text(&stderr), expected);
         drop(tickets);
-        assert_eq!(output.try_iter().count(), 0);
     }
 
-    #[test]
-    fn the_launchers_own_words_are_kept_when_the_queue_is_full() {
-        let (console, tickets, output) = gated_at(Stream::Stderr);
-        let mut line = vec![b'x'; 1 << 20];
-        line.push(b'\n');
-        for _ in 0..10 {
-            console.put(lines(Stream::Stderr, line.clone()));
+    #[tokio::test]
+    async fn a_pipe_that_a_process_holds_open_is_not_waited_for() {
+        let console = console([Box::new(io::sink()), Box::new(io::sink())]);
+        let drained = console.drained(pending(), Duration::MAX);
+        assert_eq!(timeout(PATIENCE, drained).await, Ok(true));
+    }
+
+    #[tokio::test]
+    async fn the_launchers_own_messages_have_room_of_their_own_and_a_bound() {
+        let (gate, tickets, output) = gate();
+        let console = console([Box::new(io::sink()), gate]);
+        for _ in 1..WORKER_BYTES >> 20 {
+            put(&console, Stream::Stderr, &mebibyte()).await;
         }
         console.say("rank 1 failed");
-        // They have a bound too.
         let long = "y".repeat(1 << 20);
-        for _ in 0..3 {
-            console.say(&long);
-        }
-        (0..1000).for_each(|_| tickets.send(()).unwrap());
-        console.close(Duration::from_secs(20));
-        let text = String::from_utf8(output.try_iter().flatten().collect()).unwrap();
+        (0..3).for_each(|_| console.say(&long));
+        open(&tickets);
+        assert!(console.drained(ready(()), PATIENCE).await);
+        console.close().await;
+        let text = text(&output);
         assert!(text.contains("[ddp-run] rank 1 failed\n"));
-        assert!(text.matches(&long).count() < 3);
-        assert!(text.contains("lines not shown"));
+        assert_eq!(text.matches(&long).count(), 1);
     }
 
-    #[test]
-    fn a_slow_console_loses_nothing() {
-        let (console, tickets, output) = gated();
-        let reader = std::thread::spawn(move || {
-            let mut bytes = 0;
-            while bytes < 20 << 20 {
-                tickets.send(()).unwrap();
-                bytes += output.recv_timeout(Duration::from_secs(20)).unwrap().len();
+    #[tokio::test]
+    async fn what_a_stream_refuses_is_reported_once_and_counted_on_the_other() {
+        let full = "asks:\n\
+             [ddp-run] cannot write to standard output: No space left on device (os error 28); its output is lost, and the job continues\n\
+             [ddp-run]   hint: `--log-dir` also writes all output to files\n\
+             [ddp-run] lines lost because standard output did not take them: at least 3\n";
+        // The reader of a closed pipe has gone on purpose.
+        for (errno, expected) in [(libc::ENOSPC, full), (libc::EPIPE, "asks:\n")] {
+            let (gate, stderr) = open_gate();
+            let console = console([Box::new(Refusing(errno)), gate]);
+            put(&console, Stream::Stderr, "asks:").await;
+            assert!(console.drained(ready(()), PATIENCE).await);
+            for _ in 0..3 {
+                put(&console, Stream::Stdout, "line\n").await;
             }
-            let _ = tickets.send(());
-            bytes
-        });
-        let mut line = vec![b'x'; (1 << 20) - 1];
-        line.push(b'\n');
-        for _ in 0..20 {
-            console.put(lines(Stream::Stdout, line.clone()));
+            assert!(console.drained(ready(()), PATIENCE).await);
+            console.close().await;
+            assert_eq!(text(&stderr), expected);
         }
-        assert_eq!(reader.join().unwrap(), 20 << 20);
-        assert_eq!(console.shared.lock().dropped_lines, 0);
-        console.close(Duration::from_secs(20));
+    }
+
+    #[tokio::test]
+    async fn streams_of_one_place_end_each_others_lines() {
+        for (is_one_place, expected) in [(true, "asks:\nline\n"), (false, "asks:line\n\n")] {
+            let ((stdout, place), (mut stderr, _)) = (open_gate(), open_gate());
+            stderr.written = stdout.written.clone();
+            let output = Output {
+                writers: [stdout, stderr],
+                is_file: [false; 2],
+                is_one_place,
+            };
+            let console = Console::start(output, false).unwrap();
+            for (stream, text) in [(Stream::Stderr, "asks:"), (Stream::Stdout, "line\n")] {
+                put(&console, stream, text).await;
+                assert!(console.drained(ready(()), PATIENCE).await);
+            }
+            console.close().await;
+            assert_eq!(text(&place), expected);
+        }
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! One pipeline: the thread `reader` reads every pipe ([`reader`]) and cuts it into lines ([`lines`]). It writes them to
 //! log files ([`logs`]), leaves out errors that another rank already printed ([`repeated_errors`]) and hands the rest
-//! over a bounded queue to the thread `console` ([`console`]), which writes them to standard output and standard error
+//! over bounded queues to the threads `console` ([`console`]), which write them to standard output and standard error
 //! ([`streams`]). [`plan`] says which worker is shown where.
 
 pub(crate) mod console;

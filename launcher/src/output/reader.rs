@@ -1,8 +1,8 @@
 //! Reads the output of the workers: writes it to the log files unchanged and to the console line by line, and keeps
 //! its end for the failure report. Text without an end, a prompt for instance, is shown [`QUIET`] later.
 //!
-//! The thread `reader` has a runtime of its own. A log directory that hangs, or a console that is slow, holds up this
-//! thread and with it the workers' output, but never supervision.
+//! The thread `reader` has a runtime of its own. A log directory that hangs holds up this thread, a console that is slow
+//! the streams that it shows: both hold up workers that print, but never supervision.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -75,35 +75,55 @@ impl Duplicate {
     }
 }
 
+/// Exists until a stream has been read to its end, and the console has its last line.
+type Unread = watch::Receiver<()>;
+
 /// Handle to the reading thread.
 #[derive(Clone)]
 pub(crate) struct OutputReader {
-    streams: mpsc::Sender<WorkerStream>,
+    streams: mpsc::Sender<(WorkerStream, Unread)>,
+    unread: Arc<watch::Sender<()>>,
+    merges: bool,
 }
 
 impl OutputReader {
     /// Starts the thread.
     pub(crate) fn start(console: Console) -> io::Result<Self> {
-        let (streams, mut queue) = mpsc::channel::<WorkerStream>(PIPE_QUEUE);
+        let (streams, mut queue) = mpsc::channel::<(WorkerStream, Unread)>(PIPE_QUEUE);
+        let merges = console.is_one_place();
         threads::start_runtime("reader", STACK_BYTES, move || {
             Ok(async move {
                 let pending = Arc::<AtomicUsize>::default();
-                while let Some(stream) = queue.recv().await {
+                while let Some((stream, unread)) = queue.recv().await {
                     let lines = LineBuffer::new(pending.clone());
-                    tokio::spawn(read(stream, lines, console.clone()));
+                    tokio::spawn(read(stream, lines, console.clone(), unread));
                 }
             })
         })?;
-        Ok(Self { streams })
+        Ok(Self {
+            streams,
+            unread: Arc::default(),
+            merges,
+        })
+    }
+
+    /// The console shows both streams in one place: their lines stay in order if they come through one pipe.
+    pub(crate) fn merges(&self) -> bool {
+        self.merges
     }
 
     /// Begins to read; false if too many streams wait for the thread.
     pub(crate) fn add(&self, stream: WorkerStream) -> bool {
-        self.streams.try_send(stream).is_ok()
+        self.streams.try_send((stream, self.unread.subscribe())).is_ok()
+    }
+
+    /// Returns when the console has the last line of all streams. Cancel safe.
+    pub(crate) async fn ended(&self) {
+        self.unread.closed().await;
     }
 }
 
-async fn read(mut worker: WorkerStream, mut lines: LineBuffer, console: Console) {
+async fn read(mut worker: WorkerStream, mut lines: LineBuffer, console: Console, _unread: Unread) {
     let Ok(mut pipe) = pipe::Receiver::from_owned_fd(worker.pipe) else {
         return;
     };
@@ -133,7 +153,7 @@ async fn read(mut worker: WorkerStream, mut lines: LineBuffer, console: Console)
             // Cancel safe: a cancelled read has taken nothing.
             Some((deadline, shown)) => {
                 let Ok(read) = timeout_at(deadline, reading).await else {
-                    shown.show(&mut lines);
+                    shown.show(&mut lines).await;
                     continue;
                 };
                 read
@@ -152,12 +172,13 @@ async fn read(mut worker: WorkerStream, mut lines: LineBuffer, console: Console)
         }
         lines.push(bytes, |segment| take(segment, &mut shown));
         if let Some(shown) = &mut shown {
-            shown.flush(lines.unseen(), Instant::now());
+            shown.send().await;
+            shown.set_deadline(lines.unseen(), Instant::now());
         }
     }
     lines.finish(|segment| take(segment, &mut shown));
     if let Some(shown) = &mut shown {
-        shown.send();
+        shown.send().await;
     }
 }
 
@@ -203,14 +224,10 @@ impl ShownStream {
         }
         self.next.bytes.extend_from_slice(fresh);
         self.next.bytes.extend_from_slice(segment.end.bytes());
-        if self.next.bytes.len() >= READ_BYTES {
-            self.send();
-        }
     }
 
-    /// Sends what was read; `unseen` is the length of the unfinished text behind it.
-    fn flush(&mut self, unseen: Option<usize>, now: Instant) {
-        self.send();
+    /// `unseen` is the length of the unfinished text behind what was read.
+    fn set_deadline(&mut self, unseen: Option<usize>, now: Instant) {
         let is_held = self.errors.as_ref().is_some_and(RankErrors::holds_back);
         // Nobody waits for a prompt in a file.
         let unseen = unseen.filter(|_| !is_held && !self.console.is_file(self.next.source.stream));
@@ -221,22 +238,26 @@ impl ShownStream {
     }
 
     /// Shows the unfinished text.
-    fn show(&mut self, lines: &mut LineBuffer) {
+    async fn show(&mut self, lines: &mut LineBuffer) {
         self.deadline = None;
         self.take(&lines.show());
-        self.send();
+        self.send().await;
     }
 
-    fn send(&mut self) {
-        if self.next.bytes.is_empty() {
-            return;
+    /// Hands over what was read, once the console has room.
+    async fn send(&mut self) {
+        let bytes = std::mem::take(&mut self.next.bytes);
+        if !bytes.is_empty() {
+            let continues = std::mem::take(&mut self.next.continues);
+            let next = self.next.clone();
+            self.console
+                .put(Chunk {
+                    bytes,
+                    continues,
+                    ..next
+                })
+                .await;
         }
-        let empty = Chunk {
-            bytes: Vec::new(),
-            continues: false,
-            ..self.next.clone()
-        };
-        self.console.put(std::mem::replace(&mut self.next, empty));
     }
 }
 
@@ -288,6 +309,11 @@ pub(crate) struct TailReader {
 }
 
 impl TailReader {
+    /// Both are of one pipe.
+    pub(crate) fn is_same(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.lines, &other.lines)
+    }
+
     /// Returns when the stream has ended. Cancel safe.
     pub(crate) async fn ended(&mut self) {
         // Nothing is ever sent: an error means that the writer is gone.
@@ -366,8 +392,12 @@ mod tests {
     impl Play {
         fn on(is_file: bool) -> Self {
             let (sender, screen) = std::sync::mpsc::channel();
-            let writers: [Box<dyn Write + Send>; 2] = [Box::new(Screen(sender)), Box::new(io::sink())];
-            let console = Console::start(Output::new(writers, [is_file; 2], false), false).unwrap();
+            let output = Output {
+                writers: [Box::new(Screen(sender)), Box::new(io::sink())],
+                is_file: [is_file; 2],
+                is_one_place: false,
+            };
+            let console = Console::start(output, false).unwrap();
             Self {
                 lines: LineBuffer::default(),
                 shown: ShownStream::new(console.clone(), SOURCE, "[0] ", None),
@@ -378,76 +408,89 @@ mod tests {
         }
 
         /// The worker writes `text` at this time after the beginning.
-        fn write(&mut self, ms: u64, text: &str) -> &mut Self {
+        async fn write(&mut self, ms: u64, text: &str) {
             let shown = &mut self.shown;
             self.lines.push(text.as_bytes(), |segment| shown.take(segment));
-            let now = self.begin + Duration::from_millis(ms);
-            shown.flush(self.lines.unseen(), now);
-            self
+            shown.send().await;
+            shown.set_deadline(self.lines.unseen(), self.begin + Duration::from_millis(ms));
         }
 
         /// The worker writes nothing until its text is due. Gives that time, in milliseconds after the beginning.
-        fn wait(&mut self) -> Option<u64> {
+        async fn wait(&mut self) -> Option<u64> {
             let due = self.shown.deadline?;
-            self.shown.show(&mut self.lines);
+            self.shown.show(&mut self.lines).await;
             Some((due - self.begin).as_millis() as u64)
         }
 
-        fn end(self) -> String {
+        async fn end(self) -> String {
             let mut shown = self.shown;
             self.lines.finish(|segment| shown.take(segment));
-            shown.send();
-            self.console.close(Duration::from_secs(20));
+            let last = shown.send();
+            assert!(self.console.drained(last, Duration::from_secs(20)).await);
+            self.console.close().await;
             String::from_utf8(self.screen.try_iter().flatten().collect()).unwrap()
         }
     }
 
-    #[test]
-    fn a_prompt_is_shown_a_moment_after_it_was_written() {
+    #[tokio::test]
+    async fn a_prompt_is_shown_a_moment_after_it_was_written() {
         let mut play = Play::on(false);
-        play.write(0, "breakpoint\n(Pdb) ");
-        assert_eq!(play.wait(), Some(100));
-        assert_eq!(play.wait(), None);
+        play.write(0, "breakpoint\n(Pdb) ").await;
+        assert_eq!(play.wait().await, Some(100));
+        assert_eq!(play.wait().await, None);
         // Counted from the first byte: dots that come one by one are seen.
-        play.write(500, "1\n.").write(550, ".").write(590, ".");
-        assert_eq!(play.wait(), Some(600));
-        play.write(700, ".\n").write(710, "x").write(720, "y\nz");
+        play.write(500, "1\n.").await;
+        play.write(550, ".").await;
+        play.write(590, ".").await;
+        assert_eq!(play.wait().await, Some(600));
+        play.write(700, ".\n").await;
+        play.write(710, "x").await;
+        play.write(720, "y\nz").await;
         assert_eq!(
-            play.wait(),
+            play.wait().await,
             Some(820),
             "the time of a line is not that of the one before"
         );
         assert_eq!(
-            play.end(),
+            play.end().await,
             "[0] breakpoint\n[0] (Pdb) 1\n[0] ....\n[0] xy\n[0] z\n"
         );
     }
 
-    #[test]
-    fn a_long_line_is_shown_when_it_is_whole_or_nothing_more_comes() {
+    #[tokio::test]
+    async fn a_long_line_is_shown_when_it_is_whole_or_nothing_more_comes() {
         let mut play = Play::on(false);
         let part = "x".repeat(PROMPT_BYTES);
-        play.write(0, &part).write(90, &part).write(180, &part);
+        play.write(0, &part).await;
+        play.write(90, &part).await;
+        play.write(180, &part).await;
         assert_eq!(play.shown.deadline, Some(play.begin + Duration::from_millis(280)));
-        play.write(270, "y\n").write(300, &part).write(390, "z");
-        assert_eq!(play.wait(), Some(490));
-        assert_eq!(play.end(), format!("[0] {part}{part}{part}y\n[0] {part}z\n"));
+        play.write(270, "y\n").await;
+        play.write(300, &part).await;
+        play.write(390, "z").await;
+        assert_eq!(play.wait().await, Some(490));
+        assert_eq!(
+            play.end().await,
+            format!("[0] {part}{part}{part}y\n[0] {part}z\n")
+        );
     }
 
-    #[test]
-    fn a_file_gets_whole_lines() {
+    #[tokio::test]
+    async fn a_file_gets_whole_lines() {
         let mut play = Play::on(true);
-        play.write(0, "loading ...");
-        assert_eq!(play.wait(), None);
-        play.write(900, " done\n").write(910, "1%\r2%\r");
-        assert_eq!(play.wait(), None);
-        assert_eq!(play.end(), "[0] loading ... done\n[0] 1%\r[0] 2%\r\n");
+        play.write(0, "loading ...").await;
+        assert_eq!(play.wait().await, None);
+        play.write(900, " done\n").await;
+        play.write(910, "1%\r2%\r").await;
+        assert_eq!(play.wait().await, None);
+        assert_eq!(play.end().await, "[0] loading ... done\n[0] 1%\r[0] 2%\r\n");
     }
 
-    #[test]
-    fn a_pipe_gets_every_update_of_a_bar() {
+    #[tokio::test]
+    async fn a_pipe_gets_every_update_of_a_bar() {
         let mut play = Play::on(false);
-        play.write(0, "\r1%\r2%\r3").write(10, "%\rdone\n");
-        assert_eq!(play.end(), "[0] 1%\r[0] 2%\r[0] 3%\r[0] done\n");
+        play.write(0, "\r1%\r2%\r3").await;
+        play.write(10, "%\rdone\n").await;
+        assert_eq!(play.end().await, "[0] 1%\r[0] 2%\r[0] 3%\r[0] done\n");
     }
 }

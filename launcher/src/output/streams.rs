@@ -3,7 +3,8 @@
 //! A line is usually written whole. A prompt, or a progress bar, is shown before its line has an end. Then the line is
 //! open: its worker continues it, and any other writer ends it first.
 
-use std::io::{self, IsTerminal, Write};
+use std::fmt;
+use std::io::{self, Write};
 use std::os::fd::AsFd;
 use std::sync::Arc;
 
@@ -11,7 +12,6 @@ use nix::sys::stat::{SFlag, fstat};
 
 /// Prefix of the launcher's own messages.
 pub(crate) const OWN_PREFIX: &str = "[ddp-run] ";
-const BOTH: [Stream; 2] = [Stream::Stdout, Stream::Stderr];
 
 /// One of the two standard streams.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -43,95 +43,50 @@ pub(crate) struct Chunk {
     pub(crate) continues: bool,
 }
 
+impl Stream {
+    pub(crate) const BOTH: [Self; 2] = [Self::Stdout, Self::Stderr];
+
+    pub(crate) const fn other(self) -> Self {
+        Self::BOTH[1 - self as usize]
+    }
+}
+
+impl fmt::Display for Stream {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Stdout => "standard output",
+            Self::Stderr => "standard error",
+        })
+    }
+}
+
 /// Standard output and standard error, in this order.
 pub(crate) struct Output {
-    writers: [Box<dyn Write + Send>; 2],
-    is_file: [bool; 2],
-    /// One for both streams, or one for each.
-    cursors: Vec<Cursor>,
-    /// The error of a stream was reported.
-    reported: [bool; 2],
+    pub(crate) writers: [Box<dyn Write + Send>; 2],
+    /// Which of them lead to a regular file.
+    pub(crate) is_file: [bool; 2],
+    /// Both lead to the same file, pipe or terminal.
+    pub(crate) is_one_place: bool,
 }
 
 impl Output {
     /// The process's own streams.
     pub(crate) fn standard() -> Self {
         let (stdout, stderr) = (io::stdout(), io::stderr());
-        let together = stdout.is_terminal() && stderr.is_terminal() || is_same_file(&stdout, &stderr);
-        let writers = BOTH.map(|stream| -> Box<dyn Write + Send> { Box::new(Unbuffered(stream)) });
-        Self::new(writers, [is_file(stdout), is_file(stderr)], together)
-    }
-
-    /// With `together`, both streams write to the same line.
-    pub(crate) fn new(writers: [Box<dyn Write + Send>; 2], is_file: [bool; 2], together: bool) -> Self {
-        let cursors = if together { 1 } else { 2 };
         Self {
-            writers,
-            is_file,
-            cursors: vec![Cursor::default(); cursors],
-            reported: [false; 2],
+            writers: [
+                Box::new(Unbuffered(Stream::Stdout)),
+                Box::new(Unbuffered(Stream::Stderr)),
+            ],
+            is_file: [is_file(&stdout), is_file(&stderr)],
+            is_one_place: is_same_file(&stdout, &stderr),
         }
-    }
-
-    /// Which streams lead to a regular file.
-    pub(crate) fn is_file(&self) -> [bool; 2] {
-        self.is_file
-    }
-
-    fn cursor(&mut self, stream: Stream) -> &mut Cursor {
-        let last = self.cursors.len() - 1;
-        &mut self.cursors[last.min(stream as usize)]
-    }
-
-    /// Writes neighbouring chunks of one stream together.
-    pub(crate) fn write(&mut self, chunks: &[Chunk]) {
-        for run in chunks.chunk_by(|a, b| a.source.stream == b.source.stream) {
-            let (stream, mut bytes) = (run[0].source.stream, Vec::new());
-            for chunk in run {
-                self.cursor(stream).write(chunk, &mut bytes);
-            }
-            self.put(stream, &bytes);
-        }
-    }
-
-    /// Ends the open lines.
-    pub(crate) fn end_lines(&mut self) {
-        for stream in BOTH {
-            let mut end = Vec::new();
-            self.cursor(stream).end_line(&mut end);
-            self.put(stream, &end);
-        }
-    }
-
-    /// Bytes that a stream refuses are lost. The other stream says so, once.
-    fn put(&mut self, stream: Stream, bytes: &[u8]) {
-        let Err(error) = self.writers[stream as usize].write_all(bytes) else {
-            return;
-        };
-        // The reader closed it on purpose: the job goes on.
-        if error.kind() == io::ErrorKind::BrokenPipe || self.reported[stream as usize] {
-            return;
-        }
-        self.reported[stream as usize] = true;
-        let (name, other) = match stream {
-            Stream::Stdout => ("standard output", Stream::Stderr),
-            Stream::Stderr => ("standard error", Stream::Stdout),
-        };
-        let mut message = Vec::new();
-        self.cursor(other).end_line(&mut message);
-        let text = format!(
-            "{OWN_PREFIX}cannot write to {name}: {error}; its output is lost, and the job continues\n\
-             {OWN_PREFIX}  hint: `--log-dir` also writes all output to files\n"
-        );
-        message.extend_from_slice(text.as_bytes());
-        // If this fails too, nothing is left to report to.
-        let _ = self.writers[other as usize].write_all(&message);
     }
 }
 
 /// Position in the last line that was written.
-#[derive(Clone, Debug, Default)]
-struct Cursor {
+#[derive(Debug, Default)]
+pub(crate) struct Cursor {
     /// The source of the line that has no end yet.
     open: Option<Source>,
     /// The last byte was `\r`.
@@ -140,7 +95,7 @@ struct Cursor {
 
 impl Cursor {
     /// Appends what `chunk` adds behind everything written before.
-    fn write(&mut self, chunk: &Chunk, out: &mut Vec<u8>) {
+    pub(crate) fn write(&mut self, chunk: &Chunk, out: &mut Vec<u8>) {
         let (prefix, mut bytes) = (chunk.prefix.as_bytes(), chunk.bytes.as_slice());
         let goes_on = chunk.continues && self.open == Some(chunk.source);
         if chunk.continues && !goes_on {
@@ -170,7 +125,7 @@ impl Cursor {
     }
 
     /// Ends the line if it is open.
-    fn end_line(&mut self, out: &mut Vec<u8>) {
+    pub(crate) fn end_line(&mut self, out: &mut Vec<u8>) {
         self.returned = false;
         if self.open.take().is_some() {
             out.push(b'\n');
@@ -222,36 +177,11 @@ impl Write for Unbuffered {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::mpsc;
-
     use super::*;
 
-    /// Takes what it is given, or nothing.
-    enum Sink {
-        Open(mpsc::Sender<String>),
-        Full,
-        Closed,
-    }
-
-    impl Write for Sink {
-        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-            match self {
-                Self::Open(sender) => sender
-                    .send(String::from_utf8_lossy(bytes).into_owned())
-                    .map_err(io::Error::other)?,
-                Self::Full => return Err(io::Error::from_raw_os_error(libc::ENOSPC)),
-                Self::Closed => return Err(io::ErrorKind::BrokenPipe.into()),
-            }
-            Ok(bytes.len())
-        }
-
-        fn flush(&mut self) -> io::Result<()> {
-            Ok(())
-        }
-    }
-
-    fn chunk(stream: Stream, id: u64, text: &str) -> Chunk {
+    fn chunk(id: u64, text: &str) -> Chunk {
         let (text, continues) = text.strip_prefix('+').map_or((text, false), |text| (text, true));
+        let stream = Stream::Stdout;
         Chunk {
             source: Source { stream, id },
             prefix: format!("[{id}] ").into(),
@@ -264,52 +194,9 @@ mod tests {
     fn written(chunks: &[(u64, &str)]) -> String {
         let (mut cursor, mut out) = (Cursor::default(), Vec::new());
         for (id, text) in chunks {
-            cursor.write(&chunk(Stream::Stdout, *id, text), &mut out);
+            cursor.write(&chunk(*id, text), &mut out);
         }
         String::from_utf8(out).unwrap()
-    }
-
-    /// What arrives on standard error when three lines are written to a standard output of this kind.
-    fn stderr_beside(stdout: Sink) -> String {
-        let (sender, stderr) = mpsc::channel();
-        let mut output = Output::new(
-            [Box::new(stdout), Box::new(Sink::Open(sender))],
-            [false; 2],
-            false,
-        );
-        output.write(&[chunk(Stream::Stderr, 0, "asks:")]);
-        for _ in 0..3 {
-            output.write(&[chunk(Stream::Stdout, 0, "line\n")]);
-        }
-        output.end_lines();
-        drop(output);
-        stderr.iter().collect()
-    }
-
-    #[test]
-    fn what_a_stream_does_not_take_is_told_once_on_the_other() {
-        insta::assert_snapshot!(stderr_beside(Sink::Full), @r"
-        [0] asks:
-        [ddp-run] cannot write to standard output: No space left on device (os error 28); its output is lost, and the job continues
-        [ddp-run]   hint: `--log-dir` also writes all output to files
-        ");
-        assert_eq!(stderr_beside(Sink::Closed), "[0] asks:\n");
-    }
-
-    #[test]
-    fn streams_of_one_place_end_each_others_lines() {
-        for (together, expected) in [(true, "[0] asks:\n[0] line\n"), (false, "[0] asks:[0] line\n")] {
-            let (sender, place) = mpsc::channel();
-            let writers: [Box<dyn Write + Send>; 2] =
-                [Box::new(Sink::Open(sender.clone())), Box::new(Sink::Open(sender))];
-            let mut output = Output::new(writers, [false; 2], together);
-            output.write(&[
-                chunk(Stream::Stderr, 0, "asks:"),
-                chunk(Stream::Stdout, 0, "line\n"),
-            ]);
-            drop(output);
-            assert_eq!(place.iter().collect::<String>(), expected);
-        }
     }
 
     #[test]

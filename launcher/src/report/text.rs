@@ -132,7 +132,9 @@ fn describe_failure(text: &mut String, facts: &ReportFacts, failure: &WorkerExit
             text.push_str("\n    no output on stderr");
         }
     } else if !repeats(&failure.stderr_tail, &failure.message) {
-        text.push_str("\n    last lines of stderr:");
+        let both = failure.stdout_in_tail;
+        let streams = if both { "stdout and stderr" } else { "stderr" };
+        let _ = write!(text, "\n    last lines of {streams}:");
         for line in &failure.stderr_tail {
             // What a terminal shows of a line that was written over and over, as of a progress bar.
             let shown = line

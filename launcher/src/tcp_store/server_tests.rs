@@ -23,15 +23,24 @@ impl Write for Said {
     }
 }
 
+/// A console, and what is said on it.
+fn console() -> (Console, mpsc::Receiver<Vec<u8>>) {
+    let (said, output) = mpsc::channel();
+    let streams = Output {
+        writers: [Box::new(io::sink()), Box::new(Said(said))],
+        is_file: [false; 2],
+        is_one_place: false,
+    };
+    (Console::start(streams, false).unwrap(), output)
+}
+
 /// A server and its address; the last is what it says.
 fn server() -> (TcpStoreServer, SocketAddr, mpsc::Receiver<Vec<u8>>) {
     server_with(UNUSED_BOUND)
 }
 
 fn server_with(patience: Duration) -> (TcpStoreServer, SocketAddr, mpsc::Receiver<Vec<u8>>) {
-    let (said, output) = mpsc::channel();
-    let writers: [Box<dyn Write + Send>; 2] = [Box::new(io::sink()), Box::new(Said(said))];
-    let console = Console::start(Output::new(writers, [false; 2], false), false).unwrap();
+    let (console, output) = console();
     let listener = StdListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
     (
@@ -147,9 +156,7 @@ fn a_store_to_which_no_rank_comes_is_reported() {
 
 #[tokio::test]
 async fn a_store_that_is_used_is_not_reported() {
-    let (said, output) = mpsc::channel();
-    let writers: [Box<dyn Write + Send>; 2] = [Box::new(io::sink()), Box::new(Said(said))];
-    let console = Console::start(Output::new(writers, [false; 2], false), false).unwrap();
+    let (console, output) = console();
     let hub = Hub::new(console);
     hub.apply(1, Command::CountKeys).unwrap();
     hub.report_unused(29_500, Duration::ZERO).await;

@@ -2,6 +2,8 @@
 
 use std::collections::BTreeMap;
 
+use nix::sys::signal::Signal;
+
 use crate::daemon::{Daemon, Policy};
 use crate::harness::launch;
 
@@ -97,16 +99,19 @@ fn log_files_hold_every_byte() {
 }
 
 #[test]
-fn a_console_that_nobody_reads_does_not_stop_the_job() {
+fn a_console_that_nobody_reads_holds_up_the_workers_and_not_the_launcher() {
     let daemon = Daemon::start();
-    let logs = tempfile::tempdir().unwrap();
     // A pipe that stays full: its reader is held open here, and never read.
     let (reader, writer) = std::io::pipe().unwrap();
-    let launch = launch(&daemon).log_dir(logs.path()).sh("seq 1 2000000; exit 6");
-    let end = launch.start_with(|command| command.stdout(writer)).wait();
-    end.expect_code(6);
-    let log = std::fs::read_to_string(logs.path().join("attempt_0/0/stdout.log")).unwrap();
-    assert!(log.ends_with("\n2000000\n"));
+    // More than the pipe holds, and then more than the launcher keeps too.
+    let launch = launch(&daemon).sh("seq 1 300000; echo printed >&2; seq 1 2000000; exit 6");
+    let mut launcher = launch.start_with(|command| command.stdout(writer));
+    launcher.stderr.expect("printed");
+    launcher.insist(
+        Signal::SIGTERM,
+        "lines lost because standard output did not take them",
+    );
+    launcher.wait().expect_code(143);
     drop(reader);
 }
 

@@ -191,13 +191,19 @@ fn out_of_memory(name: &str, bytes: usize, error: impl Into<io::Error>) -> Devic
         refusal(bytes as u64, AddressSpace::now(), bounds)
     };
     let known = (error == Errno::ENOMEM).then(refusal).flatten();
-    let (cause, never_fits) = known.unwrap_or_else(|| (error.desc().to_lowercase(), false));
+    // Then nothing is wrong with the size.
+    let is_forbidden = matches!(error, Errno::EPERM | Errno::EACCES | Errno::ENOSYS);
+    let (cause, never_fits) = known.unwrap_or_else(|| (error.desc().to_lowercase(), is_forbidden));
+    let hint = if is_forbidden {
+        "a security profile (seccomp, SELinux) forbids shared memory: allow `memfd_create` and `fallocate`"
+    } else {
+        "lower `train.micro_batch` or the model's size, or raise the memory limit (`ddp-train doctor` shows it)"
+    };
     DeviceError::OutOfMemory {
         what: name.to_owned(),
         bytes,
         cause,
-        hint: "lower `train.micro_batch` or the model's size, or raise the memory limit (`ddp-train doctor` shows it)"
-            .to_owned(),
+        hint: hint.to_owned(),
         never_fits,
     }
 }
@@ -432,6 +438,20 @@ mod tests {
         }
         let held = AddressSpace::now();
         assert!(held.resident > 1 << 20 && held.mapped > held.resident, "{held:?}");
+    }
+
+    #[test]
+    fn a_forbidden_system_call_is_no_lack_of_memory() {
+        let refused = out_of_memory("segment", 4096, Errno::EPERM);
+        assert!(matches!(
+            refused,
+            DeviceError::OutOfMemory { never_fits: true, .. }
+        ));
+        assert_eq!(
+            refused.to_string(),
+            "cannot allocate 4.0 KiB for `segment`: operation not permitted\n  \
+             hint: a security profile (seccomp, SELinux) forbids shared memory: allow `memfd_create` and `fallocate`"
+        );
     }
 
     #[test]

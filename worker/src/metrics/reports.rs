@@ -64,7 +64,8 @@ impl MetricsLog {
     }
 
     /// Appends a line. It is handed to the system whole before this returns, so that a reader sees it and a
-    /// killed worker loses none. What of it fits on a full disk is taken back, so that later lines are whole.
+    /// killed worker loses none. What of it fits on a full disk is taken back, so that later lines are whole. In a deleted
+    /// file it is lost.
     pub fn append(&mut self, line: &MetricsLine) -> Result<(), RunFilesError> {
         if let Some(loss) = line.val_loss {
             self.validations.add(line.step, loss);
@@ -78,7 +79,16 @@ impl MetricsLog {
             // The error that counts is on its way.
             let _ = self.file.set_len(end);
         }
-        written.map_err(|e| RunFilesError::io("append to", &self.path, &e))
+        written.map_err(|e| RunFilesError::io("append to", &self.path, &e))?;
+        self.check()
+    }
+
+    /// An error if the file is not where it was opened.
+    pub fn check(&self) -> Result<(), RunFilesError> {
+        let is_gone = matches!(self.path.try_exists(), Ok(false));
+        (!is_gone)
+            .then_some(())
+            .ok_or_else(|| RunFilesError::Gone(self.path.clone()))
     }
 
     fn drop_after(path: &Path, step: u64) -> Result<Validations, RunFilesError> {
@@ -389,6 +399,20 @@ mod tests {
             fs::read_dir(folder.path()).unwrap().count(),
             1,
             "a temporary file is left"
+        );
+    }
+
+    #[test]
+    fn a_line_in_a_deleted_file_is_lost() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("metrics.jsonl");
+        let mut log = MetricsLog::open(&path, 0).unwrap();
+        log.append(&line(1)).unwrap();
+        fs::remove_file(&path).unwrap();
+        let lost = log.append(&line(2)).unwrap_err().to_string();
+        assert!(
+            lost.contains("metrics.jsonl` was deleted or moved during the run"),
+            "{lost}"
         );
     }
 

@@ -22,6 +22,9 @@ pub enum RunFilesError {
         /// Its kind, for the hint.
         kind: io::ErrorKind,
     },
+    /// A file that is being written was deleted or moved, perhaps with its directory.
+    #[error("`{}` was deleted or moved during the run\n  hint: keep the run's directory until the run has ended", .0.display())]
+    Gone(PathBuf),
     /// Another process has the folder.
     #[error("{0}")]
     InUse(String),

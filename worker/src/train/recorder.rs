@@ -118,6 +118,11 @@ impl Recorder {
         }
     }
 
+    /// An error if the metrics were deleted or moved.
+    pub(super) fn check(&self) -> Result<(), RunFilesError> {
+        self.log.as_ref().map_or(Ok(()), MetricsLog::check)
+    }
+
     /// Validation losses of the run so far, on rank 0.
     pub(super) fn validations(&self) -> Validations {
         self.log.as_ref().map(MetricsLog::validations).unwrap_or_default()

@@ -108,6 +108,7 @@ fn train(config: &TrainConfig, session: &Session, parts: Substitutes) -> Result<
     }
     ended?;
     if rank == 0 {
+        recorder.check()?;
         finish(&prepared, &recorder, &outcome, started, last)?;
     }
     prepared.trainer.parts().world.comm.shutdown();

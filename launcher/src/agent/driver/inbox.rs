@@ -19,8 +19,8 @@ const QUEUE: usize = 1024;
 const FIRST_HEARTBEAT: Duration = Duration::from_secs(1);
 
 /// All event sources of the agent.
-pub(super) struct Inbox {
-    signals: Signals,
+pub(super) struct Inbox<'a> {
+    signals: &'a mut Signals,
     spawns: mpsc::Receiver<SpawnEvent>,
     control: mpsc::Receiver<ControlEvent>,
     link: mpsc::Receiver<LinkEvent>,
@@ -69,11 +69,11 @@ pub(super) struct LeftInFiles {
     pub(super) free_attempt: Option<u32>,
 }
 
-impl Inbox {
+impl<'a> Inbox<'a> {
     /// Opens it, and gives what the spawner and the control socket write to; hung workers are looked for at the interval of
     /// `watch`.
     pub(super) fn open(
-        signals: Signals,
+        signals: &'a mut Signals,
         link: mpsc::Receiver<LinkEvent>,
         watch: Option<Duration>,
     ) -> (Self, mpsc::Sender<SpawnEvent>, mpsc::Sender<ControlEvent>) {

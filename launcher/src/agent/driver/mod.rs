@@ -54,7 +54,7 @@ pub(super) struct Driver<'a> {
     machine: Machine,
     /// What the machine is to decide on next.
     events: VecDeque<Event>,
-    inbox: Inbox,
+    inbox: Inbox<'a>,
     daemon: DaemonConnection,
     control: ControlServer,
     master_endpoint: MasterEndpoint,
@@ -68,7 +68,7 @@ pub(super) struct Driver<'a> {
 
 impl<'a> Driver<'a> {
     /// Checks the plan, starts all threads and tasks, and joins the job.
-    pub(super) fn start(launch: LaunchContext<'a>) -> Result<Self, ExitReason> {
+    pub(super) fn start(launch: LaunchContext<'a>, signals: &'a mut Signals) -> Result<Self, ExitReason> {
         let plan = &launch.plan;
         let path = launch.inherited.iter().find(|(name, _)| name == "PATH");
         check_program(&plan.command.program, path.map(|(_, value)| value))?;
@@ -88,7 +88,6 @@ impl<'a> Driver<'a> {
             );
         }
         nix::sys::prctl::set_child_subreaper(true).map_err(std::io::Error::from)?;
-        let signals = Signals::listen(&plan.signals)?;
         let hang_watch = HangWatch::new(plan, launch.console.clone(), launch.files.clone());
         let (daemon, link) = DaemonConnection::start(plan.clone(), launch.console.clone());
         let (inbox, spawn_events, control_events) = Inbox::open(signals, link, hang_watch.interval());
@@ -548,8 +547,8 @@ impl<'a> Driver<'a> {
             .launch
             .files
             .give(move || tasks::read_left_files(failed, log_dir.as_deref()));
-        let (streams, console) = (self.worker_group.streams(), self.launch.console.clone());
-        self.inbox.expect(tasks::sweep(kill, read, streams, console));
+        let streams = self.worker_group.streams();
+        self.inbox.expect(tasks::sweep(kill, read, streams));
     }
 }
 

@@ -40,7 +40,12 @@ impl Records {
         let plan = &launch.plan;
         let made = plan.log_dir.as_deref().map(create_log_dir).transpose()?;
         Ok(Self {
-            event_log: EventLog::start(plan.event_log.as_deref(), &plan.job_id, &launch.hostname)?,
+            event_log: EventLog::start(
+                plan.event_log.as_deref(),
+                &plan.job_id,
+                &launch.hostname,
+                &launch.console,
+            )?,
             made: made.unwrap_or_default(),
             free_attempt: plan.log_dir.as_deref().map_or(0, free_attempt),
             local_failure: None,

@@ -14,7 +14,6 @@ use super::super::machine::ExitReason;
 use super::super::workers::{SpawnContext, WorkerGroup, no_pipes};
 use super::inbox::LoopEvent;
 use crate::cgroup::{CgroupEntry, WorkerCgroup};
-use crate::output::reader::OutputReader;
 use crate::spawn::spawner::{self, Batch, SpawnEvent, WorkerSpec};
 
 /// Version of the protocol that this agent speaks.
@@ -22,7 +21,6 @@ const PROTOCOL: u32 = 1;
 
 /// Starts the workers of one generation after the other.
 pub(super) struct Starter {
-    reader: OutputReader,
     spawner: mpsc::Sender<Batch>,
     /// Address of the control socket.
     control: String,
@@ -44,7 +42,6 @@ impl Starter {
         control: &str,
     ) -> io::Result<Self> {
         Ok(Self {
-            reader: OutputReader::start(launch.console.clone())?,
             spawner: spawner::start(launch.guardian.registrar(), events)?,
             control: control.to_owned(),
             preparing: false,
@@ -109,7 +106,7 @@ impl Starter {
             agent_store,
             group,
         });
-        let (files, reader) = (launch.files.clone(), self.reader.clone());
+        let (files, reader) = (launch.files.clone(), launch.reader.clone());
         async move {
             let prepared = match context {
                 Ok(context) => files

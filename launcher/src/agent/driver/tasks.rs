@@ -4,11 +4,10 @@ use std::path::Path;
 use std::time::Duration;
 
 use ddp_proto::ids::{Generation, LocalRank};
-use tokio::time::{Instant, timeout};
+use tokio::time::timeout;
 
 use super::inbox::{LeftInFiles, LoopEvent};
 use crate::cgroup::WorkerCgroup;
-use crate::output::console::Console;
 use crate::output::logs::{WorkerFiles, free_attempt};
 use crate::output::reader::TailReader;
 use crate::supervise::proc_table;
@@ -22,10 +21,8 @@ const CONTROL_DRAIN_BOUND: Duration = Duration::from_millis(300);
 const FILE_BOUND: Duration = Duration::from_secs(1);
 /// How long leftovers of workers may take to die.
 const SWEEP_BOUND: Duration = Duration::from_secs(3);
-/// How long the end of the workers' output is waited for while the console does not move.
-const DRAIN_PATIENCE: Duration = Duration::from_secs(1);
-/// How long the end of the workers' output is waited for at all.
-const DRAIN_BOUND: Duration = Duration::from_secs(30);
+/// How long the end of the workers' output is waited for. A slow console shows the rest later.
+const DRAIN_BOUND: Duration = Duration::from_secs(1);
 
 /// Waits for `disconnected` on the control socket: what the worker wrote before it ended has arrived then.
 pub(super) async fn drain_control(
@@ -84,28 +81,15 @@ pub(super) async fn sweep(
     kill: impl Future<Output = Option<Vec<i32>>>,
     read: impl Future<Output = Option<LeftInFiles>>,
     streams: Vec<TailReader>,
-    console: Console,
 ) -> LoopEvent {
     let stuck = kill.await.unwrap_or_default();
-    drain(streams, &console).await;
+    let ended = async {
+        for mut stream in streams {
+            stream.ended().await;
+        }
+    };
+    let _ = timeout(DRAIN_BOUND, ended).await;
     let stuck = stuck.into_iter().map(proc_table::describe).collect();
     let left = timeout(FILE_BOUND, read).await.ok().flatten();
     LoopEvent::Swept(stuck, left.unwrap_or_default())
-}
-
-/// Waits for the ends of the workers' streams, longer while the console is moving.
-async fn drain(streams: Vec<TailReader>, console: &Console) {
-    let last = Instant::now() + DRAIN_BOUND;
-    for mut stream in streams {
-        loop {
-            let written = console.written();
-            let ended = timeout(DRAIN_PATIENCE, stream.ended()).await.is_ok();
-            if ended {
-                break;
-            }
-            if console.written() == written || Instant::now() >= last {
-                return;
-            }
-        }
-    }
 }

@@ -21,6 +21,7 @@ impl WorkerGroup {
         let end = worker.end?;
         Some(WorkerExit {
             stderr_tail: worker.stderr.lines(),
+            stdout_in_tail: worker.stdout.is_same(&worker.stderr),
             message: worker.failure_message().unwrap_or_default(),
             port_taken: self.port_changes
                 && worker.rank == GlobalRank(0)

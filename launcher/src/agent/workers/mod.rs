@@ -164,6 +164,8 @@ impl WorkerGroup {
             context.duplicate(Stream::Stderr, attempt)?,
         ];
         let repeated = plan.command.native.then(RepeatedErrors::default);
+        // Nothing tells the two streams of a worker apart then.
+        let merges = reader.merges() && !plan.command.native && plan.log_dir.is_none();
         let (mut specs, mut contracts) = (Vec::new(), Vec::new());
         for mut contract in context.contracts(generation, assignment) {
             let (rank, local_rank) = (contract.rank, contract.local_rank);
@@ -197,8 +199,12 @@ impl WorkerGroup {
             let (output, [stdout, stderr]) = if plan.output.hands_over(rank, local_rank) {
                 (None, [tail().1, tail().1])
             } else {
-                let (stdout_pipe, stdout) = open(Stream::Stdout, stdout_log, &duplicates[0])?;
                 let (stderr_pipe, stderr) = open(Stream::Stderr, stderr_log, &duplicates[1])?;
+                let (stdout_pipe, stdout) = if merges {
+                    (stderr_pipe.try_clone().map_err(no_pipes)?, stderr.clone())
+                } else {
+                    open(Stream::Stdout, stdout_log, &duplicates[0])?
+                };
                 (Some([stdout_pipe, stderr_pipe]), [stdout, stderr])
             };
             specs.push(WorkerSpec {
@@ -217,10 +223,7 @@ impl WorkerGroup {
             worker_group,
             specs,
             contracts,
-            node_addr: assignment
-                .own
-                .as_ref()
-                .map_or_else(String::new, |own| own.addr.clone()),
+            node_addr: assignment.own.clone().unwrap_or_default().addr,
             data_key: DataKey::of_assignment(&assignment.data_key),
         })
     }
