@@ -27,6 +27,8 @@ const OWN_BYTES: usize = 2 << 20;
 const CHUNK_COST: u32 = 128;
 /// Most bytes written at once: a reader that takes so little within the patience of [`Console::drained`] is waited for.
 const WRITE_BYTES: usize = 4 << 10;
+/// Pause between two attempts to write to a full pipe that does not block.
+const FULL_PIPE_PAUSE: Duration = Duration::from_millis(10);
 /// Longest wait for pipes that a process holds open, while everything that came from them is written.
 const PIPE_BOUND: Duration = Duration::from_secs(1);
 /// Longest wait for the last messages when the reader is not waited for any more.
@@ -291,6 +293,12 @@ impl Writer {
         while !bytes.is_empty() {
             let taken = match self.target.write(&bytes[..bytes.len().min(WRITE_BYTES)]) {
                 Ok(taken @ 1..) => taken,
+                Err(error) if error.kind() == ErrorKind::Interrupted => 0,
+                // Another process has made a pipe non-blocking that both have.
+                Err(error) if error.kind() == ErrorKind::WouldBlock => {
+                    std::thread::sleep(FULL_PIPE_PAUSE);
+                    0
+                }
                 // The reader closed it on purpose: the job goes on.
                 Err(error) if error.kind() == ErrorKind::BrokenPipe => bytes.len(),
                 refused => {
@@ -306,9 +314,11 @@ impl Writer {
                     return;
                 }
             };
-            undelivered.fetch_sub(lines(&bytes[..taken]), Relaxed);
-            bytes = &bytes[taken..];
-            self.taken.send_replace(());
+            if taken > 0 {
+                undelivered.fetch_sub(lines(&bytes[..taken]), Relaxed);
+                bytes = &bytes[taken..];
+                self.taken.send_replace(());
+            }
         }
     }
 }

@@ -341,6 +341,22 @@ impl Launcher {
         kill(Pid::from_raw(self.pid()), signal).unwrap();
     }
 
+    /// Sends a signal until standard error has a line with `text`: one that comes at once after the one before does not
+    /// count.
+    pub(crate) fn insist(&mut self, signal: Signal, text: &str) {
+        let deadline = Instant::now() + DEADLINE;
+        while Instant::now() < deadline {
+            self.signal(signal);
+            if self
+                .stderr
+                .comes(text, Instant::now() + Duration::from_millis(200))
+            {
+                return;
+            }
+        }
+        panic!("no line with `{text}` in:\n{}", self.stderr.seen);
+    }
+
     /// Waits for the end. Both streams end too: no process that was left behind holds them.
     pub(crate) fn wait(mut self) -> End {
         let (stdout, stderr) = (self.stdout.rest(), self.stderr.rest());

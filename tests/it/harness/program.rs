@@ -237,6 +237,30 @@ impl Running {
         kill(Pid::from_raw(self.pid), signal).expect("a child of ours");
     }
 
+    /// Sends a signal until it writes a line that contains `pattern`: a launcher does not count one that comes at once
+    /// after the one before.
+    #[track_caller]
+    pub(crate) fn insist(&mut self, signal: Signal, pattern: &str) {
+        let last = Instant::now() + PATIENCE;
+        let mut known = self.seen.len();
+        while Instant::now() < last {
+            self.signal(signal);
+            let deadline = Instant::now() + Duration::from_millis(200);
+            while self.next_event(deadline) {
+                let is_new = self.seen[known..].iter().any(|(_, line)| line.contains(pattern));
+                if is_new {
+                    return;
+                }
+                known = self.seen.len();
+            }
+        }
+        panic!(
+            "`{}` never wrote `{pattern}`; it wrote:\n{}",
+            self.name,
+            self.transcript()
+        );
+    }
+
     /// Watches it for `time`, less if it ends before; true if it has ended.
     pub(crate) fn ended_within(&mut self, time: Duration) -> bool {
         let deadline = Instant::now() + time;
