@@ -19,7 +19,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use ddp_proto::env::WorkerEnv;
 use ddp_proto::words::counted;
 
-use crate::collective::{CollectiveError, Communicator, Executor, WireBytes};
+use crate::collective::{CollectiveError, Communicator, Executor, Purpose, WireBytes};
 use crate::config::{Parallel, Problem, ShardGroup, Strategy};
 use crate::timeline::Timeline;
 
@@ -319,7 +319,8 @@ impl Mesh {
             let mut members = pairs[pair].map(|coordinate| along[coordinate]);
             members.sort_unstable();
             let name = name(pair);
-            let comm = (self.world).split_for_messages(&name, &members, ahead)?;
+            let purpose = Purpose::Messages { ahead };
+            let comm = (self.world).split_for(purpose, &name, &members, Executor::Thread)?;
             self.groups().push(Group {
                 members: members.to_vec(),
                 name,

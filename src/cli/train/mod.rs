@@ -5,7 +5,6 @@ mod ckpt;
 pub mod doctor;
 mod inference;
 mod planner;
-mod progress;
 mod runs;
 mod schedule;
 mod tokenize;

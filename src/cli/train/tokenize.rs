@@ -11,9 +11,8 @@ use ddp_proto::words::counted;
 use ddp_worker::tokenize::{ENDS_OF_TEXT, Progress, Report, Request, TokenizeError, Tokenizer, tokenize};
 use indicatif::ProgressBar;
 
-use crate::cli::answer::{fail, give};
+use crate::cli::answer::{fail, give, progress_bar};
 use crate::cli::native::{self, FAILED};
-use crate::cli::train::progress::progress_bar;
 use crate::cli::values::one_or_more;
 
 /// Turn texts into a token file for `data.train` and `data.val`.

@@ -172,7 +172,7 @@ impl Communicator {
     }
 
     /// When to stop waiting for an operation that starts now: its time-out, and some time for it to report that itself. Of a
-    /// group that is [split for messages](Self::split_for_messages) it is the time-out of one.
+    /// group that is split for [messages](Purpose::Messages) it is the time-out of one.
     pub fn deadline(&self) -> Instant {
         Instant::now() + self.0.info.patience + GRACE
     }
@@ -226,48 +226,37 @@ impl Communicator {
     /// The subgroup of this rank. Every rank of the group must call it, each with the subgroup that it belongs to
     /// (ranks of this group, ascending), and with no operation in flight.
     pub fn split(&self, name: &str, members: &[usize], executor: Executor) -> Result<Self, CollectiveError> {
-        let transport = self.split_transport(name, members, Purpose::Collectives)?;
-        Ok(self.subgroup(name, transport, executor, self.0.info.timeout))
+        self.split_for(Purpose::Collectives, name, members, executor)
     }
 
-    /// A subgroup of two ranks for messages, which are put in the queue while up to `ahead` others are still to come before
-    /// them: each may take as many times the time-out. Who needs its result waits no longer than for any other: until
-    /// [`Communicator::deadline`].
-    pub fn split_for_messages(
+    /// The same, for a purpose. The time-out of messages grows with what may be before them in the queue. Who needs the
+    /// result of one waits no longer than for any other operation: until [`Communicator::deadline`].
+    pub fn split_for(
         &self,
-        name: &str,
-        members: &[usize],
-        ahead: usize,
-    ) -> Result<Self, CollectiveError> {
-        let transport = self.split_transport(name, members, Purpose::Messages)?;
-        let times = u32::try_from(ahead).unwrap_or(u32::MAX).max(1);
-        let timeout = self.0.info.timeout.saturating_mul(times).min(LONGEST);
-        Ok(self.subgroup(name, transport, Executor::Thread, timeout))
-    }
-
-    fn split_transport(
-        &self,
-        name: &str,
-        members: &[usize],
         purpose: Purpose,
-    ) -> Result<Box<dyn Transport>, CollectiveError> {
-        self.0.driver.lock().set_up("split", 0, name, |transport, wait| {
+        name: &str,
+        members: &[usize],
+        executor: Executor,
+    ) -> Result<Self, CollectiveError> {
+        let transport = self.0.driver.lock().set_up("split", 0, name, |transport, wait| {
             let mut part = transport.split(name, members, wait)?;
             part.prepare(purpose, wait)?;
             Ok(part)
-        })
-    }
-
-    fn subgroup(
-        &self,
-        name: &str,
-        transport: Box<dyn Transport>,
-        executor: Executor,
-        timeout: Duration,
-    ) -> Self {
+        })?;
         let info = &*self.0.info;
+        let times = match purpose {
+            Purpose::Collectives => 1,
+            Purpose::Messages { ahead } => u32::try_from(ahead).unwrap_or(u32::MAX).max(1),
+        };
+        let timeout = info.timeout.saturating_mul(times).min(LONGEST);
         let bounds = ([timeout, info.patience], &info.cancel);
-        Self::over(name, transport, executor, bounds, info.timeline.clone())
+        Ok(Self::over(
+            name,
+            transport,
+            executor,
+            bounds,
+            info.timeline.clone(),
+        ))
     }
 
     /// Of the operations of this group and of its subgroups; closed until it is opened. The operations of a group of one

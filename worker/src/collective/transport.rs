@@ -14,7 +14,10 @@ pub enum Purpose {
     /// Operations of all its ranks.
     Collectives,
     /// Messages between its two ranks.
-    Messages,
+    Messages {
+        /// Most operations that are put in the queue before those before them are done.
+        ahead: usize,
+    },
 }
 
 /// How one group moves bytes. Calls come one at a time, in the same order on every rank.

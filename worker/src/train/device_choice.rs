@@ -67,16 +67,16 @@ impl Situation {
     /// The decision. All ranks of a node decide alike, all nodes only if they have GPUs alike, which the check that
     /// ranks agree makes sure of.
     fn decide(&self) -> Result<Choice, TrainError> {
-        let gpus = match (&self.gpus, self.backend) {
-            (Ok(gpus), _) => *gpus,
-            (Err(DeviceError::Library(error)), _) if error.is_absence() => 0,
+        let is_absent =
+            |error: &DeviceError| matches!(error, DeviceError::Library(error) if error.is_absence());
+        let gpus = match &self.gpus {
+            Ok(gpus) => *gpus,
             // Hours on the processor would be the worse surprise.
-            (Err(error), Backend::Auto) => {
-                return Err(TrainError::Refused(format!(
-                    "{error}; `parallel.backend: cpu` trains without GPUs"
-                )));
+            Err(error) if self.backend == Backend::Auto && !is_absent(error) => {
+                let words = format!("{error}; `parallel.backend: cpu` trains without GPUs");
+                return Err(TrainError::Refused(words));
             }
-            (Err(_), _) => 0,
+            Err(_) => 0,
         };
         let workers = self.local_world_size;
         let is_wanted = match self.backend {

@@ -13,7 +13,6 @@ use serde_json::json;
 
 use super::{ModelArgs, Opened, precision, refuse};
 use crate::cli::answer;
-use crate::cli::train::progress::progress_bar;
 use crate::cli::values::one_or_more;
 
 /// Evaluate a trained model on a text: loss, perplexity, bits per byte.
@@ -67,7 +66,7 @@ fn evaluate(args: &EvalArgs) -> Result<String, InferenceError> {
         .div_ceil(block_size as u64);
     let micro_batch = args.micro_batch.map_or(run.micro_batch(), NonZeroUsize::get);
     let started = Instant::now();
-    let bar = progress_bar("{bar:30} {pos}/{len} samples  {eta} left");
+    let bar = answer::progress_bar("{bar:30} {pos}/{len} samples  {eta} left");
     let evaluated = model.evaluate(&data, blocks, micro_batch, &mut |done, all| {
         bar.set_length(all);
         bar.set_position(done);

@@ -245,8 +245,8 @@ impl Comm {
     pub(super) fn connect(&self, purpose: Purpose, wait: &Wait) -> Result<(), Failure> {
         let operations = match (purpose, self.membership.rank) {
             (Purpose::Collectives, _) => vec![Operation::Barrier],
-            (Purpose::Messages, 0) => vec![Operation::Send { to: 1 }, Operation::Recv { from: 1 }],
-            (Purpose::Messages, _) => vec![Operation::Recv { from: 0 }, Operation::Send { to: 0 }],
+            (Purpose::Messages { .. }, 0) => vec![Operation::Send { to: 1 }, Operation::Recv { from: 1 }],
+            (Purpose::Messages { .. }, _) => vec![Operation::Recv { from: 0 }, Operation::Send { to: 0 }],
         };
         self.stream.bind()?;
         for operation in operations {

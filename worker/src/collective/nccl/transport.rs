@@ -44,11 +44,9 @@ impl NcclTransport {
         let id = exchange_id(nccl, &world, store.as_ref(), &wait)?;
         let watchdog = Watchdog::start(store)?;
         let comm = Comm::make(world, stream, || Handle::init(nccl, id, size, rank));
-        let transport = comm.and_then(|comm| {
-            let mut transport = Self::ready(comm, watchdog.clone(), &wait)?;
-            transport.prepare(Purpose::Collectives, &wait)?;
-            Ok(transport)
-        });
+        let transport = comm.and_then(|comm| Self::ready(comm, watchdog.clone(), &wait));
+        let connected = |world: &Self| world.comm.connect(Purpose::Collectives, &wait);
+        let transport = transport.and_then(|world| connected(&world).map(|()| world));
         transport.inspect_err(|_| await_aborts(&watchdog, &name))
     }
 

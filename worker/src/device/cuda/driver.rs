@@ -322,10 +322,8 @@ const HINTS: [(c_uint, &str); 9] = [
     ),
     (Code::CUDA_ERROR_NO_BINARY_FOR_GPU as c_uint, NEWER_NVRTC),
     (Code::CUDA_ERROR_UNSUPPORTED_PTX_VERSION as c_uint, NEWER_NVRTC),
-    (
-        Code::CUDA_ERROR_ECC_UNCORRECTABLE as c_uint,
-        "the GPU's memory is damaged; see `nvidia-smi -q -d ECC`",
-    ),
+    (Code::CUDA_ERROR_ECC_UNCORRECTABLE as c_uint, DAMAGED_MEMORY),
+    (CONTAINED, DAMAGED_MEMORY),
     (
         Code::CUDA_ERROR_PEER_ACCESS_UNSUPPORTED as c_uint,
         "two GPUs cannot reach each other: see `nvidia-smi topo -p2p r`",
@@ -333,10 +331,6 @@ const HINTS: [(c_uint, &str); 9] = [
     (
         Code::CUDA_ERROR_NVLINK_UNCORRECTABLE as c_uint,
         "an NVLink has failed: see `nvidia-smi nvlink -e`, and reset the GPU",
-    ),
-    (
-        CONTAINED,
-        "an error in a GPU's memory has ended its processes; see `nvidia-smi -q -d ECC`",
     ),
     (
         Code::CUDA_ERROR_SYSTEM_NOT_READY as c_uint,
@@ -348,9 +342,10 @@ const HINTS: [(c_uint, &str); 9] = [
     ),
 ];
 
-/// `CUDA_ERROR_CONTAINED`, of later versions of the header.
+/// `CUDA_ERROR_CONTAINED`, of later versions of the header: an error of memory has ended the GPU's processes.
 const CONTAINED: c_uint = 226;
 
+const DAMAGED_MEMORY: &str = "the GPU's memory is damaged; see `nvidia-smi -q -d ECC`";
 const NEWER_NVRTC: &str =
     "NVRTC is newer than the driver: install one of the driver's CUDA version (`ddp-train doctor`)";
 
