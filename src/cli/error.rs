@@ -45,7 +45,7 @@ pub enum CliError {
     },
     /// `--nproc-per-node gpu` on a machine without one.
     #[error(
-        "`--nproc-per-node gpu`: no GPU is visible: {why}\n  hint: `ddp-train doctor` shows what was found; `--nproc-per-node cpu` uses CPU cores"
+        "`--nproc-per-node`: no GPU is visible: {why}\n  hint: `ddp-train doctor` shows what was found; `--nproc-per-node cpu` uses CPU cores"
     )]
     NoGpu {
         /// What was looked at.

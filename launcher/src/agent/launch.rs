@@ -110,8 +110,10 @@ async fn is_complete(closing: impl Future<Output = bool>, signals: &mut Signals)
     let interrupted = async { while !matches!(signals.next().await, SignalAction::Stop(_)) {} };
     // Cancel safe: whichever comes first, the launch ends.
     tokio::select! {
-        () = interrupted => false,
+        // It begins its work, also where a signal waits already.
+        biased;
         is_complete = closing => is_complete,
+        () = interrupted => false,
     }
 }
 

@@ -5,6 +5,7 @@
 //! then too, as without a launcher. The launcher itself never waits: its messages have room of their own. At the end it
 //! waits for the reader, and says how many lines were not delivered.
 
+use std::future::ready;
 use std::io::{self, ErrorKind, Write};
 use std::pin::pin;
 use std::sync::Arc;
@@ -25,10 +26,8 @@ const WORKER_BYTES: usize = 4 << 20;
 const OWN_BYTES: usize = 2 << 20;
 /// Bytes that each chunk counts beyond its text, so that the number of short ones is bounded too.
 const CHUNK_COST: u32 = 128;
-/// Most bytes written at once: a reader that takes so little within the patience of [`Console::drained`] is waited for.
+/// Most bytes of several lines that are written at once: a reader that takes so little within the patience of [`Console::drained`] is waited for.
 const WRITE_BYTES: usize = 4 << 10;
-/// Pause between two attempts to write to a full pipe that does not block.
-const FULL_PIPE_PAUSE: Duration = Duration::from_millis(10);
 /// Longest wait for pipes that a process holds open, while everything that came from them is written.
 const PIPE_BOUND: Duration = Duration::from_secs(1);
 /// Longest wait for the last messages when the reader is not waited for any more.
@@ -166,8 +165,14 @@ impl Console {
 
     /// Says how many lines were not delivered, and ends the bar and the threads. Lines put later are lost.
     pub(crate) async fn close(&self) {
+        // What is about to be written is not lost.
+        let _ = timeout(CLOSE_BOUND, self.drained(ready(()), CLOSE_BOUND)).await;
+        let lost = self
+            .places
+            .each_ref()
+            .map(|place| place.undelivered.load(Relaxed));
         for stream in Stream::BOTH.into_iter().skip(usize::from(self.is_one_place())) {
-            let lost = self.places[stream as usize].undelivered.load(Relaxed);
+            let lost = lost[stream as usize];
             if lost > 0 {
                 let text = format!("lines lost because {stream} did not take them: at least {lost}");
                 self.places[stream.other() as usize].say(OWN_PREFIX, &text);
@@ -291,14 +296,16 @@ impl Writer {
         // It wraps around where there are fewer.
         undelivered.fetch_add(lines(bytes).wrapping_sub(counted), Relaxed);
         while !bytes.is_empty() {
-            let taken = match self.target.write(&bytes[..bytes.len().min(WRITE_BYTES)]) {
+            // Whole lines: another launcher may write to the same place.
+            let piece = &bytes[..bytes.len().min(WRITE_BYTES)];
+            let end = piece.iter().rposition(|byte| *byte == b'\n');
+            let end = end.or_else(|| bytes.iter().position(|byte| *byte == b'\n'));
+            let taken = match self
+                .target
+                .write(&bytes[..end.map_or(bytes.len(), |end| end + 1)])
+            {
                 Ok(taken @ 1..) => taken,
-                Err(error) if error.kind() == ErrorKind::Interrupted => 0,
-                // Another process has made a pipe non-blocking that both have.
-                Err(error) if error.kind() == ErrorKind::WouldBlock => {
-                    std::thread::sleep(FULL_PIPE_PAUSE);
-                    0
-                }
+                Err(error) if error.kind() == ErrorKind::Interrupted => continue,
                 // The reader closed it on purpose: the job goes on.
                 Err(error) if error.kind() == ErrorKind::BrokenPipe => bytes.len(),
                 refused => {
@@ -314,11 +321,9 @@ impl Writer {
                     return;
                 }
             };
-            if taken > 0 {
-                undelivered.fetch_sub(lines(&bytes[..taken]), Relaxed);
-                bytes = &bytes[taken..];
-                self.taken.send_replace(());
-            }
+            undelivered.fetch_sub(lines(&bytes[..taken]), Relaxed);
+            bytes = &bytes[taken..];
+            self.taken.send_replace(());
         }
     }
 }
@@ -331,7 +336,7 @@ fn new_bar() -> ProgressBar {
 
 #[cfg(test)]
 mod tests {
-    use std::future::{pending, ready};
+    use std::future::pending;
     use std::sync::mpsc::{Receiver, Sender, channel};
 
     use super::*;

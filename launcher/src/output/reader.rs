@@ -15,7 +15,7 @@ use std::time::Duration;
 use ddp_proto::ids::GlobalRank;
 use tokio::io::AsyncReadExt;
 use tokio::net::unix::pipe;
-use tokio::sync::{mpsc, watch};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, watch};
 use tokio::time::{Instant, timeout_at};
 
 use crate::output::console::Console;
@@ -34,6 +34,8 @@ const STACK_BYTES: usize = 512 << 10;
 const READ_BYTES: usize = 64 << 10;
 /// Pipes that may wait for the thread: two for each worker that is being started.
 const PIPE_QUEUE: usize = 4096;
+/// Bytes of a stream that are read while the console has no room: the last words of a worker reach log files and report.
+const READ_AHEAD: usize = 256 << 10;
 /// Time from the first byte of unfinished text until it is shown.
 const QUIET: Duration = Duration::from_millis(100);
 /// Longer text is no prompt: it is shown when nothing has come for [`QUIET`], so that a long line that arrives in parts
@@ -123,7 +125,7 @@ impl OutputReader {
     }
 }
 
-async fn read(mut worker: WorkerStream, mut lines: LineBuffer, console: Console, _unread: Unread) {
+async fn read(mut worker: WorkerStream, mut lines: LineBuffer, console: Console, unread: Unread) {
     let Ok(mut pipe) = pipe::Receiver::from_owned_fd(worker.pipe) else {
         return;
     };
@@ -132,7 +134,7 @@ async fn read(mut worker: WorkerStream, mut lines: LineBuffer, console: Console,
         stream: worker.stream,
         id: u64::from(rank.0),
     };
-    let new = |prefix: String| ShownStream::new(console.clone(), source, &prefix, worker.errors);
+    let new = |prefix: String| ShownStream::new(console.clone(), source, &prefix, (worker.errors, unread));
     let mut shown = worker.prefix.map(new);
     let mut take = |segment: &Segment<'_>, shown: &mut Option<ShownStream>| {
         worker.tail.push(segment);
@@ -186,6 +188,10 @@ async fn read(mut worker: WorkerStream, mut lines: LineBuffer, console: Console,
 struct ShownStream {
     console: Console,
     errors: Option<RankErrors>,
+    /// Hands over what was read to the console, in order.
+    forward: mpsc::UnboundedSender<(Chunk, OwnedSemaphorePermit)>,
+    /// For what is read ahead.
+    room: Arc<Semaphore>,
     /// What the console gets next.
     next: Chunk,
     /// When the unfinished text is shown.
@@ -193,10 +199,26 @@ struct ShownStream {
 }
 
 impl ShownStream {
-    fn new(console: Console, source: Source, prefix: &str, errors: Option<RankErrors>) -> Self {
+    fn new(
+        console: Console,
+        source: Source,
+        prefix: &str,
+        (errors, unread): (Option<RankErrors>, Unread),
+    ) -> Self {
+        let (forward, mut read) = mpsc::unbounded_channel::<(Chunk, OwnedSemaphorePermit)>();
+        let place = console.clone();
+        tokio::spawn(async move {
+            let _unread = unread;
+            while let Some((chunk, room)) = read.recv().await {
+                place.put(chunk).await;
+                drop(room);
+            }
+        });
         Self {
             console,
             errors,
+            forward,
+            room: Arc::new(Semaphore::new(READ_AHEAD)),
             next: Chunk {
                 source,
                 prefix: prefix.into(),
@@ -244,19 +266,22 @@ impl ShownStream {
         self.send().await;
     }
 
-    /// Hands over what was read, once the console has room.
+    /// Hands over what was read, once there is room for it.
     async fn send(&mut self) {
         let bytes = std::mem::take(&mut self.next.bytes);
         if !bytes.is_empty() {
             let continues = std::mem::take(&mut self.next.continues);
             let next = self.next.clone();
-            self.console
-                .put(Chunk {
+            let cost = bytes.len().min(READ_AHEAD) as u32;
+            // Nothing closes it.
+            if let Ok(room) = self.room.clone().acquire_many_owned(cost).await {
+                let chunk = Chunk {
                     bytes,
                     continues,
                     ..next
-                })
-                .await;
+                };
+                let _ = self.forward.send((chunk, room));
+            }
         }
     }
 }
@@ -385,6 +410,7 @@ mod tests {
         lines: LineBuffer,
         shown: ShownStream,
         console: Console,
+        unread: watch::Sender<()>,
         screen: std::sync::mpsc::Receiver<Vec<u8>>,
         begin: Instant,
     }
@@ -398,10 +424,12 @@ mod tests {
                 is_one_place: false,
             };
             let console = Console::start(output, false).unwrap();
+            let (unread, reads) = watch::channel(());
             Self {
                 lines: LineBuffer::default(),
-                shown: ShownStream::new(console.clone(), SOURCE, "[0] ", None),
+                shown: ShownStream::new(console.clone(), SOURCE, "[0] ", (None, reads)),
                 console,
+                unread,
                 screen,
                 begin: Instant::now(),
             }
@@ -425,11 +453,77 @@ mod tests {
         async fn end(self) -> String {
             let mut shown = self.shown;
             self.lines.finish(|segment| shown.take(segment));
-            let last = shown.send();
+            let last = async {
+                shown.send().await;
+                drop(shown);
+                self.unread.closed().await;
+            };
             assert!(self.console.drained(last, Duration::from_secs(20)).await);
             self.console.close().await;
             String::from_utf8(self.screen.try_iter().flatten().collect()).unwrap()
         }
+    }
+
+    /// Takes nothing until the test is over.
+    struct Stalled(std::sync::mpsc::Receiver<()>);
+
+    impl Write for Stalled {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            let _ = self.0.recv();
+            Ok(bytes.len())
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    /// Another rank has filled all room.
+    #[tokio::test]
+    async fn the_last_words_of_a_worker_are_read_while_the_console_takes_nothing() {
+        let (_open, gate) = std::sync::mpsc::channel();
+        let output = Output {
+            writers: [Box::new(Stalled(gate)), Box::new(io::sink())],
+            is_file: [false; 2],
+            is_one_place: false,
+        };
+        let console = Console::start(output, false).unwrap();
+        let flood = Chunk {
+            source: SOURCE,
+            prefix: "".into(),
+            bytes: vec![b'x'; 1 << 20],
+            continues: false,
+        };
+        let full = async {
+            loop {
+                console.put(flood.clone()).await;
+            }
+        };
+        let until_full = Duration::from_millis(100);
+        assert!(tokio::time::timeout(until_full, full).await.is_err());
+
+        let (mut worker, pipe) = std::io::pipe().map(|(read, write)| (write, read)).unwrap();
+        let (writer, mut reader) = tail();
+        let stream = WorkerStream {
+            rank: GlobalRank(1),
+            stream: Stream::Stdout,
+            pipe: pipe.into(),
+            log: None,
+            tail: writer,
+            prefix: Some(String::new()),
+            errors: None,
+            duplicate: None,
+        };
+        let (_unread, reads) = watch::channel(());
+        tokio::spawn(read(stream, LineBuffer::default(), console, reads));
+        for line in ["Traceback\n", "ValueError\n"] {
+            worker.write_all(line.as_bytes()).unwrap();
+            tokio::task::yield_now().await;
+        }
+        drop(worker);
+        let patience = Duration::from_secs(20);
+        tokio::time::timeout(patience, reader.ended()).await.unwrap();
+        assert_eq!(reader.lines(), ["Traceback", "ValueError"]);
     }
 
     #[tokio::test]

@@ -8,6 +8,7 @@ use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use ddp_proto::env::SECRETS;
+use serde::{Deserialize, Serialize};
 
 use crate::cli::answer::give;
 use crate::cli::error::CliError;
@@ -33,10 +34,10 @@ const MAX_ANSWER_BYTES: u64 = 1 << 20;
 type Gpus = Result<Vec<String>, NoGpus>;
 
 /// Why there are no GPUs to count.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum NoGpus {
     /// There is none, or none is to be used.
-    Absent(&'static str),
+    Absent(String),
     /// There may be some, but the driver does not show them.
     Driver(String),
 }
@@ -44,8 +45,7 @@ pub enum NoGpus {
 impl fmt::Display for NoGpus {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Absent(why) => f.write_str(why),
-            Self::Driver(why) => f.write_str(why),
+            Self::Absent(why) | Self::Driver(why) => f.write_str(why),
         }
     }
 }
@@ -107,11 +107,11 @@ pub fn machine_cores() -> u32 {
 fn ask_driver(visible: Option<&str>) -> Gpus {
     if !cuda::has_device_nodes() {
         return Err(NoGpus::Absent(
-            "no device file of a GPU such as `/dev/nvidia0` exists",
+            "no device file of a GPU such as `/dev/nvidia0` exists".into(),
         ));
     }
     if std::env::var(VISIBLE_DEVICES).is_ok_and(|list| list.trim().is_empty()) {
-        return Err(NoGpus::Absent("`CUDA_VISIBLE_DEVICES` is set but empty"));
+        return Err(NoGpus::Absent("`CUDA_VISIBLE_DEVICES` is set but empty".into()));
     }
     let answer = ask_in_child(GPU_PROBE_SUBCOMMAND, visible, GPU_PROBE_TIMEOUT)
         .map_err(|error| NoGpus::Driver(format!("the CUDA driver could not be queried: {error}")))?;
@@ -120,28 +120,31 @@ fn ask_driver(visible: Option<&str>) -> Gpus {
 
 /// What [`probe_gpus`] printed.
 fn read_answer(answer: &str) -> Gpus {
-    match serde_json::from_str::<Answer>(answer.trim()) {
-        Ok(Ok(gpus)) if gpus.is_empty() => Err(NoGpus::Absent("the CUDA driver finds none")),
-        Ok(Ok(gpus)) => Ok(gpus),
-        Ok(Err(why)) => Err(NoGpus::Driver(why)),
+    match serde_json::from_str::<Gpus>(answer.trim()) {
+        Ok(Ok(gpus)) if gpus.is_empty() => Err(NoGpus::Absent("the CUDA driver finds none".into())),
+        Ok(answer) => answer,
         Err(_) => Err(NoGpus::Driver(
             "the CUDA driver crashed the process that queried it".to_owned(),
         )),
     }
 }
 
-/// What the probe says: the devices' PCI addresses, or why there are none, without what to do about it.
-type Answer = Result<Vec<String>, String>;
-
-/// The probe's own main: prints the answer as one line of JSON.
+/// The probe's own main: prints the answer as one line of JSON, without what to do about it.
 pub fn probe_gpus() -> ExitCode {
-    let answer: Answer = match cuda::count_devices() {
+    let answer: Gpus = match cuda::count_devices() {
         // What can be counted, but not described, can still be used.
         Ok(count) => Ok(cuda::visible_gpus().map_or_else(
             |_| vec![String::new(); count],
             |gpus| gpus.into_iter().map(|gpu| gpu.pci).collect(),
         )),
-        Err(error) => Err(error.to_string().lines().next().unwrap_or_default().to_owned()),
+        Err(error) => {
+            let why = error.to_string().lines().next().unwrap_or_default().to_owned();
+            Err(if error.is_absence() {
+                NoGpus::Absent(why)
+            } else {
+                NoGpus::Driver(why)
+            })
+        }
     };
     serde_json::to_string(&answer).map_or(ExitCode::FAILURE, |line| give(line + "\n"))
 }
@@ -237,10 +240,11 @@ mod tests {
         for (answer, why, on_cores) in [
             ("{\"Ok\":[]}", "finds none", Some(usable_cores())),
             (
-                "{\"Err\":\"a stub\"}",
-                "no GPU is visible: a stub\n  hint: `ddp-train doctor`",
-                None,
+                r#"{"Err":{"Absent":"it is a stub"}}"#,
+                "no GPU is visible: it is a stub\n  hint: ",
+                Some(usable_cores()),
             ),
+            (r#"{"Err":{"Driver":"it is broken"}}"#, "it is broken", None),
             ("", "crashed", None),
         ] {
             let none = machine(answer);

@@ -147,7 +147,7 @@ impl Writer {
         let manifest = self.merge(state, stems)?;
         let target = self.root.join(folder::step_name(self.step));
         let unread = |e| CheckpointError::io("read", &self.root.join(LATEST), &e);
-        let mut named = folder::latest_step(&self.out_dir).map_err(unread)?;
+        let named = folder::latest_step(&self.out_dir).map_err(unread)?;
         // Where `latest` is lost, a run goes on from the newest checkpoint: that one is needed just as much.
         let latest = match named {
             Some(step) => Some(step),
@@ -165,11 +165,6 @@ impl Writer {
             // The next save deletes what cannot be deleted now.
             let _ = self.abort();
         } else {
-            if named == Some(self.step) {
-                // That one is damaged and about to be deleted.
-                self.storage.run(DiskStep::RemoveFile(&self.root.join(LATEST)))?;
-                named = None;
-            }
             self.publish(&manifest, &target)?;
         }
         self.storage.run(DiskStep::SyncFolder(&self.root))?;

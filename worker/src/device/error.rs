@@ -132,3 +132,10 @@ pub enum DeviceError {
     #[error("{0}")]
     Upstream(String),
 }
+
+impl DeviceError {
+    /// True if the machine has no driver: nothing is broken.
+    pub const fn is_absence(&self) -> bool {
+        matches!(self, Self::Library(error) if error.is_absence())
+    }
+}

@@ -264,9 +264,9 @@ pub enum LibraryError {
 }
 
 impl LibraryError {
-    /// True if there is no such file, or only a stub to link with: nothing is broken.
+    /// True if there is no such file: nothing is broken.
     pub const fn is_absence(&self) -> bool {
-        matches!(self, Self::NotFound { .. } | Self::Stub { .. })
+        matches!(self, Self::NotFound { .. })
     }
 }
 

@@ -5,12 +5,11 @@ use std::sync::Arc;
 use ddp_proto::words::counted;
 
 use super::TrainError;
-use super::reporting::warn;
 use crate::collective::nccl::Nccl;
 use crate::config::{Backend, Precision, TrainConfig};
 use crate::device::cuda::{CudaDevice, CudaOptions, KernelCache, count_devices};
 use crate::device::{CpuDevice, Device, DeviceError};
-use crate::libraries::{LibraryError, Version};
+use crate::libraries::Version;
 use crate::session::Session;
 
 /// With this variable NCCL lets several ranks share a GPU, and so do we.
@@ -67,12 +66,10 @@ impl Situation {
     /// The decision. All ranks of a node decide alike, all nodes only if they have GPUs alike, which the check that
     /// ranks agree makes sure of.
     fn decide(&self) -> Result<Choice, TrainError> {
-        let is_absent =
-            |error: &DeviceError| matches!(error, DeviceError::Library(error) if error.is_absence());
         let gpus = match &self.gpus {
             Ok(gpus) => *gpus,
             // Hours on the processor would be the worse surprise.
-            Err(error) if self.backend == Backend::Auto && !is_absent(error) => {
+            Err(error) if self.backend == Backend::Auto && !error.is_absence() => {
                 let words = format!("{error}; `parallel.backend: cpu` trains without GPUs");
                 return Err(TrainError::Refused(words));
             }
@@ -108,9 +105,7 @@ impl Situation {
     fn needs_gpu(&self, key: &str) -> TrainError {
         let why = match (self.backend, &self.gpus) {
             (Backend::Cpu, _) => "`parallel.backend` is `cpu`".to_owned(),
-            (_, Ok(_)) => {
-                "the driver reports no GPU\n  hint: check `nvidia-smi` and CUDA_VISIBLE_DEVICES".to_owned()
-            }
+            (_, Ok(_)) => "the driver reports no GPU\n  hint: check `nvidia-smi`".to_owned(),
             (_, Err(error)) => error.to_string(),
         };
         TrainError::Refused(format!("`{key}` needs a GPU: {why}"))
@@ -135,11 +130,6 @@ impl Choice {
         } else {
             count_devices()
         };
-        if let (Backend::Auto, Err(DeviceError::Library(error @ LibraryError::Stub { .. }))) =
-            (backend, &gpus)
-        {
-            warn(&format!("no GPU is used: {error}"));
-        }
         let sharing = if is_set(SHARE_GPUS) {
             let version = Nccl::load().ok().map(|nccl| nccl.version());
             GpuSharing::asked(version, std::env::var_os(HOST_NAME).is_some())
@@ -188,6 +178,7 @@ fn is_set(variable: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::libraries::{LibraryError, LibraryKind};
 
     fn situation(backend: Backend, gpus: usize) -> Situation {
         Situation {
@@ -242,11 +233,13 @@ mod tests {
         `parallel.backend: nccl` needs a GPU: cannot initialise the CUDA driver `libcuda.so.1`: CUDA_ERROR_SYSTEM_NOT_READY: system not yet initialized
           hint: the fabric manager does not run
         ");
-        let stub = LibraryError::Stub {
-            path: "stubs/libcuda.so.1".into(),
+        let absence = LibraryError::NotFound {
+            kind: LibraryKind::Cuda,
+            searched: Vec::new(),
+            loader: "no such file".to_owned(),
         };
         let absent = Situation {
-            gpus: Err(stub.into()),
+            gpus: Err(absence.into()),
             ..situation(Backend::Auto, 0)
         };
         assert_eq!(gpu(&absent), None);

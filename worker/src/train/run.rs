@@ -108,8 +108,8 @@ fn train(config: &TrainConfig, session: &Session, parts: Substitutes) -> Result<
     }
     ended?;
     if rank == 0 {
-        recorder.check()?;
         finish(&prepared, &recorder, &outcome, started, last)?;
+        recorder.check()?;
     }
     prepared.trainer.parts().world.comm.shutdown();
     Ok(outcome)

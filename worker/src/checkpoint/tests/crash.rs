@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use super::super::{delete_unfinished, latest_step, retain};
+use super::super::{delete_unfinished, retain};
 use super::journal::{Journal, Tree, make};
 use super::*;
 use crate::config::CheckpointKeep;
@@ -297,29 +297,4 @@ fn a_deletion_that_is_stopped_leaves_no_half_of_a_checkpoint() {
         left[whole.len() - 1] += 1;
     }
     assert!(left.iter().all(|&found| found > 0), "{left:?}");
-}
-
-/// The step that `latest` names has a folder after each operation, also where that is damaged and saved again.
-#[test]
-fn latest_never_names_a_checkpoint_that_is_deleted() {
-    for older in [&[saved(10, 1), saved(20, 1)][..], &[saved(20, 1)]] {
-        for failing in 0.. {
-            let base = tempfile::tempdir().unwrap();
-            saves(base.path(), older);
-            let out_dir = out_dir(base.path());
-            let folder = |step| out_dir.join("checkpoints").join(step_name(step));
-            fs::write(folder(20).join("part-0.safetensors"), "damaged").unwrap();
-            let journal = Journal::failing(base.path(), move |number| number >= failing);
-            let result = saved(20, 2).save(journal.clone(), &out_dir);
-            let named = latest_step(&out_dir).unwrap();
-            assert!(
-                named.is_none_or(|step| folder(step).is_dir()),
-                "{failing}: {named:?}"
-            );
-            if result.is_ok() {
-                assert_eq!(latest(base.path()), Some(saved(20, 2)));
-                break;
-            }
-        }
-    }
 }

@@ -239,10 +239,20 @@ impl Comm {
         self.handle.lock().as_ref().ok_or_else(left)?.part(address)
     }
 
-    /// Carries one element to every rank with which an operation will exchange something, and waits for it. NCCL connects
+    /// Carries one element between the ranks, each way between two that will send messages, and waits for it. NCCL connects
     /// to a rank in the first call for it, which returns only when that rank has made such a call too. Two ranks of a
-    /// pipeline, each with a receive to post before the other's send, would wait for ever.
+    /// pipeline, each with a receive to post before the other's send, would wait for ever. For collectives, NCCL connects by
+    /// algorithm: one that it uses only for more bytes is connected later, in a call that all ranks make.
     pub(super) fn connect(&self, purpose: Purpose, wait: &Wait) -> Result<(), Failure> {
+        self.exchange_an_element(purpose, wait).inspect_err(|failure| {
+            self.fail(AbortReason {
+                failure: failure.clone(),
+                sequence: None,
+            });
+        })
+    }
+
+    fn exchange_an_element(&self, purpose: Purpose, wait: &Wait) -> Result<(), Failure> {
         let operations = match (purpose, self.membership.rank) {
             (Purpose::Collectives, _) => vec![Operation::Barrier],
             (Purpose::Messages { .. }, 0) => vec![Operation::Send { to: 1 }, Operation::Recv { from: 1 }],

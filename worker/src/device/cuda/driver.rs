@@ -227,12 +227,14 @@ fn starts() -> Result<bool, DeviceError> {
             // SAFETY: may be called by any thread, at any time.
             match unsafe { calls::init(0) } {
                 Ok(()) => Ok(true),
-                Err(cause) if cause.is(Code::CUDA_ERROR_NO_DEVICE) => Ok(false),
-                // Where the module of the kernel is not loaded.
-                Err(cause) if cause.is(Code::CUDA_ERROR_UNKNOWN) && !has_device_nodes() => Ok(false),
                 Err(cause) if cause.is(Code::CUDA_ERROR_STUB_LIBRARY) => {
                     let path = library.path().to_owned();
                     Err(DeviceError::Library(LibraryError::Stub { path }))
+                }
+                Err(cause) if cause.is(Code::CUDA_ERROR_NO_DEVICE) => Ok(false),
+                // Without its kernel module, a library refuses in other words.
+                Err(cause) if !cause.is(Code::CUDA_ERROR_SYSTEM_NOT_READY) && !has_device_nodes() => {
+                    Ok(false)
                 }
                 Err(cause) => {
                     let file = library.path().display();
