@@ -296,14 +296,11 @@ impl Writer {
         // It wraps around where there are fewer.
         undelivered.fetch_add(lines(bytes).wrapping_sub(counted), Relaxed);
         while !bytes.is_empty() {
-            // Whole lines: another launcher may write to the same place.
+            // Whole lines, if they are short: another launcher may write to the same place.
             let piece = &bytes[..bytes.len().min(WRITE_BYTES)];
-            let end = piece.iter().rposition(|byte| *byte == b'\n');
-            let end = end.or_else(|| bytes.iter().position(|byte| *byte == b'\n'));
-            let taken = match self
-                .target
-                .write(&bytes[..end.map_or(bytes.len(), |end| end + 1)])
-            {
+            let line_end = piece.iter().rposition(|byte| *byte == b'\n');
+            let whole = line_end.map_or(piece.len(), |end| end + 1);
+            let taken = match self.target.write(&piece[..whole]) {
                 Ok(taken @ 1..) => taken,
                 Err(error) if error.kind() == ErrorKind::Interrupted => continue,
                 // The reader closed it on purpose: the job goes on.
