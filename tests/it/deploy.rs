@@ -104,7 +104,9 @@ fn the_batch_script_of_slurm_starts_a_node_each() {
     let finished = batch(
         bin.path(),
         &job_with_a_free_port(),
-        "echo node $GROUP_RANK of $GROUP_WORLD_SIZE; exit $((RANK == 1 ? 42 : 0))",
+        // None fails before both nodes have printed.
+        "echo node $GROUP_RANK of $GROUP_WORLD_SIZE; touch $ASKED.$GROUP_RANK
+         until [ -e $ASKED.0 ] && [ -e $ASKED.1 ]; do sleep 0.02; done; exit $((RANK == 1 ? 42 : 0))",
     )
     .run();
     finished
