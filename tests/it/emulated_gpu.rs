@@ -115,7 +115,7 @@ fn the_doctor_finds_nothing_missing() {
     doctor.run().expect_exit(0).expect_stdout("libnccl.so.2, 2.28.9");
 }
 
-/// As after a reboot of a machine with NVSwitches, until its fabric manager runs. It trained on the processor without a word.
+/// Code 802: after a reboot of a machine with NVSwitches, until its fabric manager runs.
 #[test]
 #[ignore = "minutes of emulated GPUs: .ci/run emulated_gpu"]
 fn a_driver_that_does_not_start_is_not_taken_for_no_gpu() {

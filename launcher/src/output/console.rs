@@ -26,7 +26,7 @@ const WORKER_BYTES: usize = 4 << 20;
 const OWN_BYTES: usize = 2 << 20;
 /// Bytes that each chunk counts beyond its text, so that the number of short ones is bounded too.
 const CHUNK_COST: u32 = 128;
-/// Most bytes of several lines that are written at once: a reader that takes so little within the patience of [`Console::drained`] is waited for.
+/// Most bytes in one write. A slow reader that takes these within the patience of [`Console::drained`] prolongs the wait.
 const WRITE_BYTES: usize = 4 << 10;
 /// Longest wait for pipes that a process holds open, while everything that came from them is written.
 const PIPE_BOUND: Duration = Duration::from_secs(1);

@@ -195,7 +195,7 @@ fn read_within(stdout: ChildStdout, timeout: Duration) -> std::io::Result<String
     std::thread::Builder::new().spawn(move || {
         let mut text = String::new();
         let read = stdout.take(MAX_ANSWER_BYTES).read_to_string(&mut text);
-        // Nobody waits for a late answer.
+        // The caller has gone on if the answer is late.
         let _ = answer.send(read.map(|_| text));
     })?;
     answered.recv_timeout(timeout).unwrap_or_else(|_| {

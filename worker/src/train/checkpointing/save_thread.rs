@@ -66,8 +66,10 @@ pub(super) enum Stage {
 }
 
 /// A save under way. Nothing joins its thread, because a file system may block it for ever. When this value is dropped,
-/// the thread gives the save up, and rank 0's deletes what was written. Where the system starts no thread, the caller
-/// saves; what it has written is deleted when it gives up, or by the next save. A file system that blocks it is then noticed by the ranks that wait for it, and by `--hang-timeout`.
+/// the thread gives the save up, and rank 0's deletes what was written.
+///
+/// Where the system starts no thread, the caller saves. What it has written is deleted when it gives up, or by the next
+/// save. If a file system blocks the caller, the ranks that wait for it notice, and so does `--hang-timeout`.
 pub(super) struct SaveThread {
     shared: Arc<SharedProgress>,
     /// Without a thread, the save that waits for its commit.
