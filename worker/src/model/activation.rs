@@ -131,7 +131,7 @@ impl ActivationPool {
         let len: usize = shape.iter().product();
         let name = format!("activation {name}");
         let (arena, place) = match self.place(&name, dtype, len) {
-            Some((arena, start)) => (arena, Some(start)),
+            Some((arena, place)) => (arena, Some(place)),
             None => (self.beside(name, dtype, len)?, None),
         };
         let mut state = self.state();
@@ -151,12 +151,12 @@ impl ActivationPool {
         })
     }
 
-    /// A part of the planned arena, and where it begins.
-    fn place(&self, name: &str, dtype: DType, len: usize) -> Option<(Arena, usize)> {
+    /// A part of the planned arena, and its place there.
+    fn place(&self, name: &str, dtype: DType, len: usize) -> Option<(Arena, Range<usize>)> {
         let arena = self.0.planned.as_ref()?;
         let bytes = len.checked_mul(dtype.bytes())?;
         let place = self.state().places.take(bytes)?;
-        Some((arena.part(place.start, name.to_owned(), dtype, len), place.start))
+        Some((arena.part(place.start, name.to_owned(), dtype, len), place))
     }
 
     /// Memory outside of the plan.
@@ -193,8 +193,8 @@ impl ActivationPool {
 struct Lease {
     pool: ActivationPool,
     arena: Arena,
-    /// Where it begins in the planned arena; none beside it.
-    place: Option<usize>,
+    /// Its place in the planned arena; none beside it.
+    place: Option<Range<usize>>,
 }
 
 impl std::fmt::Debug for Lease {
@@ -207,8 +207,8 @@ impl Drop for Lease {
     fn drop(&mut self) {
         let mut state = self.pool.state();
         state.used_bytes -= self.arena.bytes();
-        if let Some(start) = self.place {
-            state.places.free(start);
+        if let Some(place) = self.place.take() {
+            state.places.free(place);
         } else {
             let key = (self.arena.dtype(), self.arena.len());
             state.free.entry(key).or_default().push(self.arena.clone());
@@ -216,13 +216,11 @@ impl Drop for Lease {
     }
 }
 
-/// Places taken, by their first byte. All sizes in bytes.
+/// Which places are taken. All sizes in bytes.
 #[derive(Clone, Debug)]
 struct Placement {
-    /// Bytes that may be used.
-    limit: usize,
-    /// End of each place by its start.
-    taken: BTreeMap<usize, usize>,
+    /// End of each hole by its start. There are few of them, however many places are taken.
+    holes: BTreeMap<usize, usize>,
     /// End of the last place that there ever was.
     extent: usize,
 }
@@ -231,8 +229,7 @@ impl Placement {
     /// All of the memory is free.
     pub(super) fn new(limit: usize) -> Self {
         Self {
-            limit,
-            taken: BTreeMap::new(),
+            holes: BTreeMap::from([(0, limit)]),
             extent: 0,
         }
     }
@@ -241,22 +238,24 @@ impl Placement {
     pub(super) fn take(&mut self, bytes: usize) -> Option<Range<usize>> {
         // A place of no bytes would share its start with another.
         let bytes = bytes.max(1).checked_next_multiple_of(Arena::ALIGNMENT)?;
-        let mut start = 0;
-        for (&next, &end) in &self.taken {
-            if next - start >= bytes {
-                break;
-            }
-            start = end;
+        let is_wide = |(start, end): &(&usize, &usize)| **end - **start >= bytes;
+        let (&start, &hole_end) = self.holes.iter().find(is_wide)?;
+        self.holes.remove(&start);
+        let end = start + bytes;
+        if end < hole_end {
+            self.holes.insert(end, hole_end);
         }
-        let end = start.checked_add(bytes).filter(|&end| end <= self.limit)?;
-        self.taken.insert(start, end);
         self.extent = self.extent.max(end);
         Some(start..end)
     }
 
-    /// Frees the place that begins there.
-    pub(super) fn free(&mut self, start: usize) {
-        self.taken.remove(&start);
+    /// Frees a place that was taken.
+    pub(super) fn free(&mut self, place: Range<usize>) {
+        let end = self.holes.remove(&place.end).unwrap_or(place.end);
+        let before = self.holes.range(..place.start).next_back();
+        let joined = before.filter(|(_, hole_end)| **hole_end == place.start);
+        let start = joined.map_or(place.start, |(start, _)| *start);
+        self.holes.insert(start, end);
     }
 }
 
@@ -270,13 +269,13 @@ mod tests {
         let mut places = Placement::new(2048);
         let starts = [1, 512, 256, 300].map(|bytes| places.take(bytes).unwrap().start);
         assert_eq!(starts, [0, 256, 768, 1024]);
-        places.free(0);
-        places.free(768);
+        places.free(0..256);
+        places.free(768..1024);
         assert_eq!(places.take(257), Some(1536..2048));
         assert_eq!(places.take(256), Some(0..256));
         assert_eq!(places.take(0), Some(768..1024));
         assert_eq!(places.take(1), None);
-        places.free(1536);
+        places.free(1536..2048);
         assert_eq!(places.take(512), Some(1536..2048));
         assert_eq!(places.extent, 2048);
     }
@@ -297,7 +296,7 @@ mod tests {
                 let mut all = Vec::new();
                 for (bytes, which, frees) in &moves {
                     if *frees && !held.is_empty() {
-                        places.free(held.swap_remove(which.index(held.len())).start);
+                        places.free(held.swap_remove(which.index(held.len())));
                     } else {
                         let place = places.take(*bytes).unwrap();
                         assert!(place.len() >= *bytes);
@@ -307,7 +306,7 @@ mod tests {
                     }
                 }
                 for place in held {
-                    places.free(place.start);
+                    places.free(place);
                 }
                 all
             };

@@ -31,7 +31,7 @@ pub(super) struct DeviceArgs {
     /// `989T`
     #[arg(long, value_name = "RATE", value_parser = quantity::operations_a_second)]
     flops: Option<f64>,
-    /// Share of this peak that training reaches (MFU); with 1, times are lower bounds
+    /// Share of this peak, and of bandwidths, that training reaches (MFU); with 1, times are lower bounds
     #[arg(long, value_name = "SHARE", default_value_t = 1.0, value_parser = quantity::share)]
     pub(super) mfu: f64,
     /// Bandwidth from a rank to the other ranks of its node, for example `450GB/s`

@@ -114,6 +114,7 @@ fn table(search: &LayoutSearch, [least, most]: [&str; 2]) -> String {
         row("layers per rank", &report::layers),
         row("on the device", &|c| bytes(c.held)),
         row("  state", &|c| bytes(c.state())),
+        row("offloaded", &|c| bytes(c.offloaded())),
         along("sent along tensor", Axis::Tensor),
         along("sent along pipeline", Axis::Pipeline),
         along("sent along shard", Axis::Shard),

@@ -15,8 +15,10 @@ mod report;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::time::Duration;
 
 use clap::Args;
+use indicatif::ProgressBar;
 
 use crate::cli::answer;
 use crate::cli::error::CliError;
@@ -32,6 +34,8 @@ const MAX_COUNT: i64 = 1 << 14;
 const MAX_RANKS: u64 = 1 << 17;
 /// Most layouts to show: more do not fit on a screen.
 const MAX_LAYOUTS: i64 = 100;
+/// How often a terminal sees that the search goes on.
+const TICK: Duration = Duration::from_millis(100);
 /// Ranks per node if no setting gives them: most GPU machines have 8 GPUs.
 const RANKS_A_NODE: u32 = 8;
 
@@ -121,15 +125,19 @@ fn plan(args: &PlanArgs) -> Result<String, CliError> {
         cluster: Cluster {
             nodes: size.nodes.into(),
             ranks_a_node: size.ranks_a_node.into(),
-            link: device.link,
-            network: args.network,
+            link: device.link.map(|rate| rate * args.device.mfu),
+            network: args.network.map(|rate| rate * args.device.mfu),
         },
         memory: device.for_training()?,
         flops: device.flops.map(|flops| flops * args.device.mfu),
         has_own_memory: device.has_own_memory,
     };
+    // On a terminal only.
+    let progress = ProgressBar::new_spinner().with_message("planning");
+    progress.enable_steady_tick(TICK);
     let comparison = draft.comparison(&machines)?;
     let search = draft.layouts(&machines, args.layouts as usize)?;
+    progress.finish_and_clear();
     let best = search.as_ref().and_then(|search| search.best.first());
     let mut text = report::text(
         &comparison,

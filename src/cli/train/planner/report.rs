@@ -9,6 +9,8 @@ use crate::cli::answer;
 use crate::cli::native::plan::{Cluster, GlobalBatch};
 use crate::cli::native::{Advice, Axis, Candidate, Comparison, Machines, Strategy};
 
+/// Columns of a table, at most.
+const WIDTH: usize = 100;
 /// The cell of an unknown number.
 const UNKNOWN: &str = "–";
 /// Rows that have only such cells are left out.
@@ -116,7 +118,7 @@ fn facts(comparison: &Comparison, machines: &Machines, context: &Context) -> Str
         ("ranks", ranks + &layout(comparison)),
         ("device", of_device(machines, context)),
         ("precision", precision(context.device)),
-        ("bandwidth", bandwidth(&cluster)),
+        ("bandwidth", bandwidth(&cluster, context.mfu)),
         ("global batch", global_batch),
         ("arithmetic", arithmetic),
     ] {
@@ -149,18 +151,18 @@ fn layout(comparison: &Comparison) -> String {
     }
 }
 
-/// Layers of each rank of a pipeline, in order.
+/// Layers of each rank of a pipeline, in order: `21, 3 × 20`.
 pub(super) fn layers(candidate: &Candidate) -> String {
-    let layers = &candidate.layers;
-    if layers.iter().all(|number| *number == layers[0]) {
-        return layers[0].to_string();
-    }
-    let numbers: Vec<String> = layers.iter().map(ToString::to_string).collect();
-    numbers.join(", ")
+    let runs: Vec<&[usize]> = candidate.layers.chunk_by(|a, b| a == b).collect();
+    let words = runs.iter().map(|run| match run.len() {
+        several if several > 1 && runs.len() > 1 => format!("{several} × {}", run[0]),
+        _ => run[0].to_string(),
+    });
+    words.collect::<Vec<_>>().join(", ")
 }
 
-fn bandwidth(cluster: &Cluster) -> String {
-    let rate = |rate: f64| format!("{} GB/s", shortened(rate / 1e9));
+fn bandwidth(cluster: &Cluster, mfu: f64) -> String {
+    let rate = |rate: f64| format!("{} GB/s", shortened(rate / mfu / 1e9));
     let mut rates = Vec::new();
     if cluster.ranks_a_node > 1 {
         rates.push(match cluster.link {
@@ -176,6 +178,9 @@ fn bandwidth(cluster: &Cluster) -> String {
     }
     if rates.is_empty() {
         return "not needed: one rank".to_owned();
+    }
+    if mfu < 1.0 {
+        rates.push(format!("of which training reaches {mfu}"));
     }
     rates.join(", ")
 }
@@ -203,6 +208,7 @@ fn strategies(comparison: &Comparison, [least, most]: [&str; 2]) -> String {
         size("optimizer", |c| c.estimate.held.optimizer),
         size("activations", |c| c.estimate.held.activations),
         size("on the device", |c| c.held),
+        size("offloaded", Candidate::offloaded),
     ];
     rows.extend(known("fits", &|c| {
         Some(if c.fits? { "yes" } else { "no" }.to_owned())
@@ -263,7 +269,7 @@ fn advice(comparison: &Comparison, machines: &Machines, is_best: bool) -> String
             )
         }
         Advice::Change(None) => format!(
-            "{none} fits into {}, not even with recomputation and an offloaded optimizer: use a smaller `train.micro_batch` or more nodes.\n",
+            "{none} fits into {}, not even with recomputation, an offloaded optimizer and a reduction in bf16: use a smaller `train.micro_batch` or more nodes.\n",
             bytes(memory)
         ),
         Advice::Change(Some(adjustment)) => format!(
@@ -286,9 +292,27 @@ pub(super) fn without_nothing(mut rows: Vec<Vec<String>>) -> Vec<Vec<String>> {
     rows
 }
 
-/// A table with the numbers aligned right.
-pub(super) fn columns(rows: Vec<Vec<String>>) -> String {
-    answer::table(rows, |column| column > 0)
+/// A table with the numbers aligned right; several below each other, where it would be too wide.
+pub(super) fn columns(mut rows: Vec<Vec<String>>) -> String {
+    let table = |rows: &[Vec<String>], cells: usize| {
+        let rows = rows.iter().map(|row| row[..cells].to_vec());
+        answer::table(rows, |column| column > 0)
+    };
+    let is_narrow = |text: &str| text.lines().all(|line| line.chars().count() <= WIDTH);
+    let mut text = String::new();
+    loop {
+        let all = rows[0].len();
+        let narrow = (3..=all).rev().find(|cells| is_narrow(&table(&rows, *cells)));
+        let shown = narrow.unwrap_or(all.min(2));
+        text.push_str(&table(&rows, shown));
+        if shown == all {
+            return text;
+        }
+        text.push('\n');
+        for row in &mut rows {
+            row.drain(1..shown);
+        }
+    }
 }
 
 /// `12.3 ms`, `12.3 s`
@@ -342,8 +366,8 @@ mod tests {
             cluster: Cluster {
                 nodes,
                 ranks_a_node,
-                link: device.link,
-                network: sheet.map(|_| 50e9),
+                link: device.link.map(|rate| rate * mfu),
+                network: sheet.map(|_| 50e9 * mfu),
             },
             memory: device.memory,
             flops: device.flops.map(|flops| flops * mfu),
@@ -443,6 +467,18 @@ mod tests {
 
         The best strategy depends on the memory of a device: set `--gpu` or `--memory`.
         ");
+    }
+
+    #[test]
+    fn a_table_that_is_too_wide_becomes_several() {
+        let row = |title: &str| {
+            let cells = (0..9).map(|i| format!("{i:>18}"));
+            std::iter::once(title.to_owned()).chain(cells).collect()
+        };
+        let text = columns(vec![row("first"), row("second")]);
+        assert!(text.lines().all(|line| line.chars().count() <= WIDTH), "{text}");
+        assert_eq!(text.matches("first").count(), 3);
+        assert!((0..9).all(|i| text.matches(&i.to_string()).count() == 2));
     }
 
     #[test]

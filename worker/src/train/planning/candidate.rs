@@ -59,7 +59,7 @@ impl Candidate {
         let busy = BusyTimes::of(config, machines, exchanged(config)?)?;
         let planned = PlannedMesh::new(config.clone(), machines, busy)?;
         let activations = planned.activations(u64::MAX)?;
-        planned.candidate(&activations.expect("there are no more bytes"))
+        planned.candidate(&activations.expect("there are no more bytes"), u64::MAX)
     }
 
     /// The least time of a step, in seconds, if those of its parts are known.
@@ -80,10 +80,15 @@ impl Candidate {
         words.join(" × ")
     }
 
-    /// Bytes of parameters, gradients and optimizer.
+    /// Bytes of parameters, gradients and optimizer on the device.
     pub fn state(&self) -> u64 {
         let held = self.estimate.held;
-        held.params + held.grads + held.optimizer
+        held.params + held.grads + held.optimizer - self.offloaded()
+    }
+
+    /// Bytes of the optimizer that are in memory of the host, or in a file.
+    pub fn offloaded(&self) -> u64 {
+        self.estimate.held.total() - self.held
     }
 }
 
@@ -114,7 +119,7 @@ pub(super) fn exchanged(config: &TrainConfig) -> Result<u64, TrainError> {
     };
     let mesh = mesh(&config, &env)?;
     let plan = Arc::new(pipeline_plan(&config)?);
-    let found = Estimate::new(&config, &RankSpec::new(&config, mesh, &plan, 0)?, ENOUGH)?;
+    let found = Estimate::new(&config, &RankSpec::new(&config, mesh, &plan, 0)?, ENOUGH, true)?;
     Ok(found.sent.activations)
 }
 
@@ -180,14 +185,17 @@ impl<'a> PlannedMesh<'a> {
         Ok(Some(found))
     }
 
-    /// What its ranks hold and send, whose activations take so much.
-    pub(super) fn candidate(&self, activations: &[usize]) -> Result<Candidate, TrainError> {
+    /// What its ranks hold, whose activations take so much, and what they send if each holds at most `most`.
+    pub(super) fn candidate(&self, activations: &[usize], most: u64) -> Result<Candidate, TrainError> {
         let Self {
             config, mesh, times, ..
         } = self;
         let cluster = &self.machines.cluster;
         let placement = self.plan.placement();
-        let stages = self.estimates(activations)?;
+        let mut stages = self.estimates(activations, false)?;
+        if stages.iter().all(|estimate| self.in_memory(estimate) <= most) {
+            stages = self.estimates(activations, true)?;
+        }
         let most = stages.iter().max_by_key(|estimate| self.in_memory(estimate));
         let estimate = *most.expect("a pipeline has a rank");
         let sent = stages
@@ -217,11 +225,23 @@ impl<'a> PlannedMesh<'a> {
         })
     }
 
-    /// Of each rank of the pipeline. Ranks that hold as many layers in the same places hold and send as much.
-    fn estimates(&self, activations: &[usize]) -> Result<Vec<Estimate>, TrainError> {
+    /// The least that a rank of the pipeline holds of parameters and optimizer, without padding.
+    pub(super) fn least_state(&self) -> Result<u64, TrainError> {
+        let estimates = self.estimates(&vec![0; self.first_ranks().len()], false)?;
+        let least = estimates.iter().map(|estimate| {
+            let held = estimate.held;
+            let others = held.gathered + held.grads + held.padding;
+            self.in_memory(estimate).saturating_sub(others)
+        });
+        Ok(least.min().unwrap_or(0))
+    }
+
+    /// Of each rank of the pipeline, and what it `sends`. Ranks that hold as many layers in the same places hold and send as
+    /// much.
+    fn estimates(&self, activations: &[usize], sends: bool) -> Result<Vec<Estimate>, TrainError> {
         let is_in_order = self.mesh.size(&[Axis::Pipeline]) == 1;
         // What is still gathered from one pass to the next depends on the order of a rank's passes.
-        let differ = self.config.parallel.strategy == Strategy::Zero3 && !is_in_order;
+        let differ = sends && self.config.parallel.strategy == Strategy::Zero3 && !is_in_order;
         let mut known: Vec<(_, Estimate)> = Vec::new();
         let mut estimates = Vec::with_capacity(activations.len());
         for (index, rank) in self.first_ranks().into_iter().enumerate() {
@@ -241,7 +261,7 @@ impl<'a> PlannedMesh<'a> {
             );
             let mut found = match known.iter().find(|(other, _)| *other == part) {
                 Some((_, known)) => *known,
-                None => Estimate::new(&self.config, &self.spec(rank)?, ENOUGH)?,
+                None => Estimate::new(&self.config, &self.spec(rank)?, ENOUGH, sends)?,
             };
             found.held.activations = activations[index] as u64;
             known.push((part, found));
@@ -272,7 +292,7 @@ impl<'a> PlannedMesh<'a> {
 
 /// Number of micro-batches to rehearse. What is in flight at once is in flight in the first rounds of a pipeline, and later
 /// rounds only repeat it. But GPipe has all micro-batches in flight.
-fn rehearsed_micro_batches(config: &TrainConfig) -> usize {
+pub(super) fn rehearsed_micro_batches(config: &TrainConfig) -> usize {
     let Pipeline { stages, schedule, .. } = &config.parallel.pipeline;
     let all = config.train.grad_accumulation;
     // As many are left over from whole rounds as of all, and interleaved 1F1B spreads them over as many rounds.

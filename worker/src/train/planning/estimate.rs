@@ -120,25 +120,31 @@ impl Estimate {
     /// The rank that `env` describes: a pure function.
     pub fn of(config: &TrainConfig, env: &WorkerEnv) -> Result<Self, TrainError> {
         let spec = RankSpec::of(config, env)?;
-        Self::new(config, &spec, spec.activations(config)?)
+        Self::new(config, &spec, spec.activations(config)?, true)
     }
 
-    /// The rank of `spec`, with an arena of so many bytes for activations.
+    /// The rank of `spec`, with an arena of so many bytes for activations. Most of the work is to find out what it `sends`.
     pub(in crate::train) fn new(
         config: &TrainConfig,
         spec: &RankSpec,
         activations: usize,
+        sends: bool,
     ) -> Result<Self, TrainError> {
         let world = idle_world(spec.strategy.mesh, spec.rank);
         let (mut replica, mut reducer) = spec.idle(config, &world, activations)?;
         let home = StateMemory::on_device(world.device.clone());
         let optimizer = optimizer(&replica.parameters, home, config, &spec.model)?;
+        let sent = if sends {
+            step_traffic(&mut replica, &mut reducer, config.train.grad_accumulation)?
+        } else {
+            StepTraffic::default()
+        };
         Ok(Self {
+            sent,
             strategy: spec.strategy.strategy,
             shard_ranks: spec.strategy.shard_ranks() as u64,
             parameters: spec.model.param_count() as u64,
             padded: replica.parameters.sharding().whole_len() as u64,
-            sent: step_traffic(&mut replica, &mut reducer, config.train.grad_accumulation)?,
             held: Footprint::of(&replica, &reducer, &optimizer),
         })
     }

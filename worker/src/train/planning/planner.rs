@@ -4,7 +4,7 @@
 use super::candidate::{Candidate, under};
 use super::search::settings;
 use super::step_times::Machines;
-use crate::config::{OptimizerOffload, Recompute, Strategy, TrainConfig};
+use crate::config::{OptimizerOffload, Precision, Recompute, ReduceDtype, Strategy, TrainConfig};
 use crate::mesh::DATA;
 use crate::model::ModelPart;
 use crate::parallel::Dtypes;
@@ -106,19 +106,27 @@ fn choice(candidates: &[Candidate]) -> Option<Strategy> {
     best.map(|candidate| candidate.strategy)
 }
 
-/// The first combination of offloading and recomputation with which `zero3` fits. Recomputation costs less time.
+/// The first combination with which `zero3` fits. Recomputation costs less time than offloading; a reduction in bf16 changes
+/// the numbers.
 fn adjustment(config: &TrainConfig, machines: &Machines) -> Result<Option<Adjustment>, TrainError> {
-    for offload in [config.train.offload.optimizer, OptimizerOffload::Host] {
-        for recompute in [Recompute::Norms, Recompute::Selective, Recompute::Full] {
-            let mut changed = under(config, Strategy::Zero3);
-            changed.train.offload.optimizer = offload;
-            changed.train.recompute = recompute;
-            let candidate = Candidate::of(&changed, machines)?;
-            if candidate.fits == Some(true) {
-                return Ok(Some(Adjustment {
-                    settings: settings(config, &changed),
-                    held: candidate.held,
-                }));
+    let reductions: &[ReduceDtype] = match config.train.precision {
+        Precision::Bf16 => &[config.parallel.reduce_dtype, ReduceDtype::Bf16],
+        Precision::F32 | Precision::Tf32 => &[config.parallel.reduce_dtype],
+    };
+    for &reduce_dtype in reductions {
+        for offload in [config.train.offload.optimizer, OptimizerOffload::Host] {
+            for recompute in [Recompute::Norms, Recompute::Selective, Recompute::Full] {
+                let mut changed = under(config, Strategy::Zero3);
+                changed.parallel.reduce_dtype = reduce_dtype;
+                changed.train.offload.optimizer = offload;
+                changed.train.recompute = recompute;
+                let candidate = Candidate::of(&changed, machines)?;
+                if candidate.fits == Some(true) {
+                    return Ok(Some(Adjustment {
+                        settings: settings(config, &changed),
+                        held: candidate.held,
+                    }));
+                }
             }
         }
     }

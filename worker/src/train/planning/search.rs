@@ -10,14 +10,14 @@ use std::collections::BTreeMap;
 
 use serde_json::{Value, json};
 
-use super::candidate::{Candidate, PlannedMesh, exchanged, under};
+use super::candidate::{Candidate, PlannedMesh, exchanged, rehearsed_micro_batches, under};
 use super::step_times::{BusyTimes, Machines};
 use crate::config::{PipelineSchedule, ShardGroup, Strategy, TrainConfig};
 use crate::mesh::DATA;
 use crate::train::TrainError;
 
-/// Layouts that are laid out, at most.
-const MAX_LAID_OUT: usize = 256;
+/// Passes of a micro-batch through a layer that are rehearsed, at most.
+const MAX_REHEARSED: usize = 1_000_000;
 /// A step that is shorter by less than this part is as long.
 const SAME: f64 = 1e-3;
 /// Chunks a rank of interleaved schedules: more of them send more messages.
@@ -34,7 +34,7 @@ pub struct LayoutSearch {
     pub too_large: Vec<FoundLayout>,
     /// Meshes of which every layout takes longer.
     pub slower: usize,
-    /// Meshes that were not searched, because the limit of layouts was reached: one of them may be the best.
+    /// Meshes that were not searched, because there are too many: one of them may be the best.
     pub not_looked_at: usize,
 }
 
@@ -67,11 +67,11 @@ impl LayoutSearch {
             wanted: wanted.max(1),
             fit: BTreeMap::new(),
             too_large: BTreeMap::new(),
-            laid_out: 0,
+            rehearsed: 0,
         };
         let mut looked_at = 0;
         for mesh in &meshes {
-            if mesh.floor(LEAST_WAITING) >= search.limit() || search.laid_out >= MAX_LAID_OUT {
+            if mesh.floor(LEAST_WAITING) >= search.limit() || search.rehearsed >= MAX_REHEARSED {
                 break;
             }
             looked_at += 1;
@@ -198,7 +198,8 @@ struct Search<'a> {
     fit: BTreeMap<MeshKey, FoundLayout>,
     /// The smallest one.
     too_large: BTreeMap<MeshKey, FoundLayout>,
-    laid_out: usize,
+    /// Passes of a micro-batch through a layer.
+    rehearsed: usize,
 }
 
 impl Search<'_> {
@@ -236,22 +237,35 @@ impl Search<'_> {
         known.is_some_and(|known| seconds >= known.seconds() * (1.0 - SAME))
     }
 
-    /// Lays it out with every strategy. Of the layouts of a mesh whose activations alone do not fit one is enough.
+    /// Lays it out with every strategy, if one of them may fit, or be the smallest of the mesh.
     fn lay_out(&mut self, key: MeshKey, planned: &PlannedMesh<'_>) -> Result<(), TrainError> {
-        let is_known = self.fit.contains_key(&key) || self.too_large.contains_key(&key);
-        let most = self.machines.memory.filter(|_| is_known).unwrap_or(u64::MAX);
-        let Some(activations) = planned.activations(most)? else {
+        let memory = self.machines.memory.unwrap_or(u64::MAX);
+        let most = match (self.fit.get(&key), self.too_large.get(&key)) {
+            (None, None) => u64::MAX,
+            (None, Some(known)) => known.candidate.held,
+            (Some(_), _) => memory,
+        };
+        let sharded = possible(planned.sharing(Strategy::Zero3, self.config.parallel.shard_group))?;
+        let least = sharded.map_or(Ok(0), |sharded| sharded.least_state())?;
+        let Some(activations) = planned.activations(most.saturating_sub(least))? else {
             return Ok(());
         };
-        self.laid_out += 1;
+        self.rehearsed += rehearsed_micro_batches(&planned.config) * self.config.model.n_layer;
+        let mut fitting = Vec::new();
         for (strategy, group) in self.strategies(key) {
-            if let Some(shared) = possible(planned.sharing(strategy, group))? {
-                let found = FoundLayout {
-                    candidate: shared.candidate(&activations)?,
-                    settings: settings(self.config, &shared.config),
-                };
-                self.keep(key, found);
+            // Where another strategy fits, ZeRO-3 only sends more.
+            if strategy == Strategy::Zero3 && fitting.contains(&group) {
+                continue;
             }
+            let Some(shared) = possible(planned.sharing(strategy, group))? else {
+                continue;
+            };
+            let candidate = shared.candidate(&activations, memory)?;
+            if strategy != Strategy::Ddp && candidate.fits == Some(true) {
+                fitting.push(group);
+            }
+            let settings = settings(self.config, &shared.config);
+            self.keep(key, FoundLayout { candidate, settings });
         }
         Ok(())
     }

@@ -7,7 +7,7 @@ use super::*;
 use crate::config;
 use crate::mesh::Axis;
 use crate::plan::{Accelerator, Cluster};
-use crate::train::planning::Estimate;
+use crate::train::planning::{Adjustment, Advice, Comparison, Estimate};
 use crate::train::strategy::pipeline_plan;
 
 const GB: f64 = 1e9;
@@ -88,6 +88,23 @@ fn seventy_billion_parameters_on_64_gpus_have_tp_8_pp_4_dp_2_among_the_best() {
     let thumb = thumb.unwrap_or_else(|| panic!("{layouts:?}"));
     assert_eq!(thumb.candidate.layers, [20; 4]);
     assert_eq!(thumb.candidate.batch.accumulation, 32);
+}
+
+/// A combination comes before more machines.
+#[test]
+fn seventy_billion_parameters_fit_on_8_gpus_of_80_gb() {
+    let config = with(&LLAMA_70B.replace("parallel: {reduce_dtype: bf16}", ""), &[]);
+    let advice = Comparison::of(&config, &h100s(1)).unwrap().advice;
+    let Some(Advice::Change(Some(Adjustment { settings, .. }))) = advice else {
+        panic!("{advice:?}");
+    };
+    let expected = [
+        "parallel.reduce_dtype=bf16",
+        "parallel.strategy=zero3",
+        "train.offload.optimizer=host",
+        "train.recompute=full",
+    ];
+    assert_eq!(settings, expected);
 }
 
 /// 16 bytes a parameter (Rajbhandari et al. 2020): 2 of it, 2 of its gradient, 12 of the optimizer, and of the latter a half
