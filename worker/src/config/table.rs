@@ -134,7 +134,7 @@ macro_rules! words {
         $name:ident { $( $(#[doc = $what:literal])+ $variant:ident = $word:literal, )+ }
     )+) => { $(
         $(#[doc = $about])+
-        #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
         pub enum $name { $( $(#[doc = $what])+ #[serde(rename = $word)] $variant, )+ }
 
         impl $name {

@@ -106,6 +106,16 @@ fn table(search: &LayoutSearch, [least, most]: [&str; 2]) -> String {
         row("strategy", &strategy),
         row("schedule", &|c| schedule(c).unwrap_or("–").to_owned()),
     ];
+    let recompute = |found: &FoundLayout| {
+        let setting = |setting: &String| setting.strip_prefix("train.recompute=").map(str::to_owned);
+        found
+            .settings
+            .iter()
+            .find_map(setting)
+            .unwrap_or_else(|| "–".to_owned())
+    };
+    let cells = search.best.iter().map(recompute);
+    rows.push(std::iter::once("recompute".to_owned()).chain(cells).collect());
     if search.best.iter().any(|found| found.candidate.chunks > 1) {
         rows.push(row("chunks per rank", &|c| c.chunks.to_string()));
     }

@@ -18,7 +18,6 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::Args;
-use indicatif::ProgressBar;
 
 use crate::cli::answer;
 use crate::cli::error::CliError;
@@ -133,7 +132,7 @@ fn plan(args: &PlanArgs) -> Result<String, CliError> {
         has_own_memory: device.has_own_memory,
     };
     // On a terminal only.
-    let progress = ProgressBar::new_spinner().with_message("planning");
+    let progress = answer::progress_bar("{spinner} planning, {elapsed}");
     progress.enable_steady_tick(TICK);
     let comparison = draft.comparison(&machines)?;
     let search = draft.layouts(&machines, args.layouts as usize)?;

@@ -422,7 +422,7 @@ mod tests {
         ranks           8 = 1 node × 8
         device          a100-40gb; 37.3 GiB of 37.3 GiB for training; 19.5 TFLOP/s, of which training reaches 0.4
         precision       f32; a GPU needs less time and memory with `train.precision: bf16`
-        bandwidth       300 GB/s per rank within a node
+        bandwidth       300 GB/s per rank within a node, of which training reaches 0.4
         global batch    64 samples = 131,072 tokens (8 ranks × 1 micro-batch × 8 samples of 2,048 tokens)
         arithmetic      41.5 GFLOP per token, 680 TFLOP per rank and step
 
@@ -436,7 +436,7 @@ mod tests {
          fits                  no         no         no         no
          sent per rank   43.5 GiB   43.5 GiB   43.5 GiB   64.6 GiB
          arithmetic        87.2 s     87.2 s     87.2 s     87.2 s
-         communication     156 ms     156 ms     156 ms     231 ms
+         communication     389 ms     389 ms     390 ms     578 ms
          step time         87.2 s     87.2 s     87.2 s     87.2 s
          tokens/s           1,503      1,503      1,503      1,503
 

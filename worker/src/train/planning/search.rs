@@ -1,5 +1,6 @@
 //! The layouts of given machines with the shortest steps: every mesh pp × dp × tp that divides, with every schedule and
-//! strategy. The global batch stays that of the configuration: with fewer data-parallel ranks each has more micro-batches.
+//! strategy, and with more recomputation than configured. The global batch stays that of the configuration: with fewer
+//! data-parallel ranks each has more micro-batches.
 //!
 //! What ranks compute and exchange within tensor groups, and the least that any schedule lets them wait, is a bound from below
 //! that costs nothing. Meshes are looked at in its order, until none that is left can be among the best. A mesh is too large if
@@ -12,7 +13,7 @@ use serde_json::{Value, json};
 
 use super::candidate::{Candidate, PlannedMesh, exchanged, rehearsed_micro_batches, under};
 use super::step_times::{BusyTimes, Machines};
-use crate::config::{PipelineSchedule, ShardGroup, Strategy, TrainConfig};
+use crate::config::{PipelineSchedule, Recompute, ShardGroup, Strategy, TrainConfig};
 use crate::mesh::DATA;
 use crate::train::TrainError;
 
@@ -78,9 +79,15 @@ impl LayoutSearch {
             search.look_at(mesh)?;
         }
         let limit = search.limit();
-        let rest = meshes[looked_at..].iter();
-        let slower = rest.filter(|mesh| mesh.floor(LEAST_WAITING) >= limit).count();
-        Ok(Some(search.result(slower, meshes.len() - looked_at - slower)))
+        let mut rest = BTreeMap::new();
+        for mesh in meshes[looked_at..].iter().rev() {
+            rest.insert(mesh.key(), mesh.floor(LEAST_WAITING));
+        }
+        rest.retain(|key, _| !search.fit.contains_key(key));
+        // With more recomputation it may fit.
+        search.too_large.retain(|key, _| !rest.contains_key(key));
+        let slower = rest.values().filter(|floor| **floor >= limit).count();
+        Ok(Some(search.result(slower, rest.len() - slower)))
     }
 }
 
@@ -156,8 +163,27 @@ fn possible<T>(result: Result<T, TrainError>) -> Result<Option<T>, TrainError> {
     }
 }
 
-/// Every mesh that divides the ranks of the machines, the model and the global batch, in the order of their least times.
+/// Every mesh that divides the ranks of the machines, the model and the global batch, in the order of their least times: with
+/// the recomputation of the configuration, and with each that keeps less.
 fn meshes(config: &TrainConfig, machines: &Machines) -> Result<Vec<UnscheduledMesh>, TrainError> {
+    let mut meshes = Vec::new();
+    for recompute in [
+        Recompute::Nothing,
+        Recompute::Norms,
+        Recompute::Selective,
+        Recompute::Full,
+    ] {
+        if recompute >= config.train.recompute {
+            let mut config = config.clone();
+            config.train.recompute = recompute;
+            meshes.extend(recomputing_meshes(&config, machines)?);
+        }
+    }
+    meshes.sort_by(|a, b| a.floor(LEAST_WAITING).total_cmp(&b.floor(LEAST_WAITING)));
+    Ok(meshes)
+}
+
+fn recomputing_meshes(config: &TrainConfig, machines: &Machines) -> Result<Vec<UnscheduledMesh>, TrainError> {
     let cluster = &machines.cluster;
     let (ranks, here) = (cluster.ranks() as usize, cluster.ranks_a_node as usize);
     let samples = config.train.grad_accumulation * ranks;
@@ -185,7 +211,6 @@ fn meshes(config: &TrainConfig, machines: &Machines) -> Result<Vec<UnscheduledMe
             }
         }
     }
-    meshes.sort_by(|a, b| a.floor(LEAST_WAITING).total_cmp(&b.floor(LEAST_WAITING)));
     Ok(meshes)
 }
 
