@@ -9,23 +9,19 @@
 //! | connections | [`Bounds`]: in all, of one address, and of one address while they are untrusted; where a bound is reached, a new one takes the place of the oldest that has said nothing |
 //! | calls at a time | 8 on an untrusted connection, [`Config::max_streams`] on another |
 //! | streams of agents on one connection | 8, each with one message that is being read |
-//! | requests that arrive or wait for their answer | 64 MiB in all, of which untrusted connections get the first half; 4 KiB of each are free; 30 s to arrive |
-//! | replies that were not sent yet | 256 MiB in all; a connection that takes nothing for a minute ends |
+//! | requests that arrive or wait for their answer | of untrusted connections 32 MiB in all, without the first 4 KiB of each; 30 s to arrive |
 
 use std::collections::{BTreeMap, HashMap};
 use std::convert::Infallible;
 use std::fmt::Display;
-use std::future::poll_fn;
 use std::net::{IpAddr, Ipv6Addr};
-use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
-use futures_util::stream::unfold;
 use http_body_util::{BodyExt as _, BodyStream, Full, StreamBody};
-use hyper::body::{Body as _, Bytes};
+use hyper::body::Bytes;
 use hyper::{Request, Response};
 use nix::sys::resource::{Resource, getrlimit};
 use prost::bytes::BytesMut;
@@ -55,16 +51,12 @@ const MAX_PAGE_CONNECTIONS_OF_ADDRESS: usize = 64;
 const UNTRUSTED_CALLS: usize = 8;
 /// Streams of agents on one connection: an agent has one, and for a moment the broken one before it.
 const AGENT_STREAMS: usize = 8;
-/// KiB of all requests of one daemon. Untrusted connections get no more of it once a half is taken.
-const REQUESTS_KIB: usize = 64 << 10;
+/// KiB of the requests of all untrusted connections.
+const UNTRUSTED_REQUESTS_KIB: usize = 32 << 10;
 /// Bytes of a request that are not counted: the rest of a call takes as much.
 const FREE_BYTES: usize = 4 << 10;
 /// Bound of [`MessageLimits::timeout`].
 const MESSAGE_TIMEOUT: Duration = Duration::from_secs(30);
-/// KiB of all replies of one daemon that were not sent yet.
-const REPLIES_KIB: usize = 256 << 10;
-/// How long a connection may take nothing of the replies that wait for it.
-const UNSENT_TIMEOUT: Duration = Duration::from_mins(1);
 /// Shortest time between two lines of the log about refusals.
 const REFUSAL_INTERVAL: Duration = Duration::from_secs(10);
 /// How long a connection that has lost its place may take to end.
@@ -124,8 +116,7 @@ pub(super) struct ConnectionLimits {
     refusals: Mutex<Refusals>,
     metrics: Arc<Metrics>,
     /// KiB that are free.
-    requests: Arc<Semaphore>,
-    replies: Arc<Semaphore>,
+    untrusted_requests: Arc<Semaphore>,
 }
 
 #[derive(Debug, Default)]
@@ -174,8 +165,7 @@ impl ConnectionLimits {
                 counts: Mutex::default(),
                 refusals: Mutex::default(),
                 metrics: Arc::clone(metrics),
-                requests: Arc::new(Semaphore::new(REQUESTS_KIB)),
-                replies: Arc::new(Semaphore::new(REPLIES_KIB)),
+                untrusted_requests: Arc::new(Semaphore::new(UNTRUSTED_REQUESTS_KIB)),
             })
         })
     }
@@ -352,8 +342,6 @@ pub(super) struct Connection {
     idle_limit: Duration,
     /// Calls without an answer, and streams with a node.
     work: Activity,
-    /// Parts of replies that the connection has not taken yet.
-    unsent: Activity,
     untrusted_calls: Arc<Semaphore>,
     agent_streams: Arc<Semaphore>,
 }
@@ -366,7 +354,6 @@ impl Connection {
             made: Instant::now(),
             idle_limit: config.join_wait,
             work: Activity::new(),
-            unsent: Activity::new(),
             untrusted_calls: Arc::new(Semaphore::new(UNTRUSTED_CALLS)),
             agent_streams: Arc::new(Semaphore::new(AGENT_STREAMS)),
         })
@@ -382,26 +369,21 @@ impl Connection {
     /// Trusts the connection, as a node has joined on it: it is in use until the result is dropped.
     pub(super) fn begin_node(self: &Arc<Self>) -> Active {
         self.slot.trust();
-        Active::begin(self, |connection| &connection.work)
+        Active::begin(self)
     }
 
     fn is_trusted(&self) -> bool {
         self.slot.is_trusted.load(Ordering::Relaxed)
     }
 
-    /// When it ends, unless something happens before; none while it is in use and takes its replies.
+    /// When it ends, unless something happens before; none while it is in use.
     pub(super) fn expires(&self) -> Option<Instant> {
-        let idle = match self.work.get() {
-            _ if !self.is_trusted() => Some(self.made),
-            (0, since) => Some(since),
-            _ => None,
+        let since = match self.work.get() {
+            _ if !self.is_trusted() => self.made,
+            (0, since) => since,
+            _ => return None,
         };
-        let (unsent, since) = self.unsent.get();
-        let stuck = (unsent > 0).then_some(since + UNSENT_TIMEOUT);
-        idle.map(|since| since + self.idle_limit)
-            .into_iter()
-            .chain(stuck)
-            .min()
+        Some(since + self.idle_limit)
     }
 
     pub(super) fn refused(&self, why: impl Display) {
@@ -426,7 +408,7 @@ impl Connection {
         };
         Some(Call {
             _permit: permit,
-            _active: Active::begin(self, |connection| &connection.work),
+            _active: Active::begin(self),
         })
     }
 }
@@ -436,30 +418,24 @@ struct Call {
     _active: Active,
 }
 
-/// Counts in an activity of a connection until it is dropped.
+/// Work on a connection, until it is dropped.
 #[derive(Debug)]
-pub(super) struct Active {
-    connection: Arc<Connection>,
-    activity: fn(&Connection) -> &Activity,
-}
+pub(super) struct Active(Arc<Connection>);
 
 impl Active {
-    fn begin(connection: &Arc<Connection>, activity: fn(&Connection) -> &Activity) -> Self {
-        activity(connection).begin();
-        Self {
-            connection: Arc::clone(connection),
-            activity,
-        }
+    fn begin(connection: &Arc<Connection>) -> Self {
+        connection.work.begin();
+        Self(Arc::clone(connection))
     }
 }
 
 impl Drop for Active {
     fn drop(&mut self) {
-        (self.activity)(&self.connection).end();
+        self.0.work.end();
     }
 }
 
-/// A service whose requests and replies are bounded. Its refusals say `UNAVAILABLE`: a node that has lost its connection
+/// A service whose requests are bounded. Its refusals say `UNAVAILABLE`: a node that has lost its connection
 /// repeats the calls of its workers while it joins.
 #[derive(Clone)]
 pub(super) struct Limited<S> {
@@ -469,9 +445,9 @@ pub(super) struct Limited<S> {
 
 #[derive(Clone, Copy)]
 struct MessageLimits {
-    /// KiB of the longest request or reply.
-    longest_kib: u32,
-    /// How long a request may take to arrive, and a reply may wait for room.
+    /// Bytes of the longest request.
+    longest: usize,
+    /// How long a request may take to arrive.
     timeout: Duration,
 }
 
@@ -481,7 +457,7 @@ impl<S> Limited<S> {
         Self {
             inner,
             messages: MessageLimits {
-                longest_kib: kib(longest),
+                longest,
                 timeout: MESSAGE_TIMEOUT,
             },
         }
@@ -514,7 +490,7 @@ where
         if parts.uri.path().ends_with(AGENT_METHOD) {
             let frames = BodyStream::new(body).map(move |frame| {
                 let frame = frame?;
-                held.count_message(frame.data_ref().map_or(0, Bytes::len))?;
+                held.count(frame.data_ref().map_or(0, Bytes::len))?;
                 Ok::<_, Status>(frame)
             });
             let body = Body::new(StreamBody::new(frames));
@@ -536,7 +512,13 @@ where
             };
             let answer = inner.call(Request::from_parts(parts, received)).await?;
             drop(held);
-            Ok(answer.map(|body| limit_reply(body, connection, call, messages)))
+            // The call lasts as long as its reply.
+            Ok(answer.map(|body| {
+                Body::new(body.map_frame(move |frame| {
+                    let _ = &call;
+                    frame
+                }))
+            }))
         })
     }
 }
@@ -563,32 +545,26 @@ impl HeldRequest {
 
     /// Counts bytes that have arrived, or refuses the request.
     fn count(&mut self, bytes: usize) -> Result<(), Status> {
+        if self.connection.is_trusted() {
+            self.permit = None;
+            return Ok(());
+        }
         let before = self.arrived.saturating_sub(FREE_BYTES);
         self.arrived += bytes;
         let more = kib(self.arrived.saturating_sub(FREE_BYTES)) - kib(before);
         if more == 0 {
             return Ok(());
         }
-        let room = &self.connection.slot.limits.requests;
-        let is_reserved =
-            !self.connection.is_trusted() && room.available_permits() < more as usize + REQUESTS_KIB / 2;
-        let permit = (!is_reserved).then(|| Arc::clone(room).try_acquire_many_owned(more).ok());
+        let room = Arc::clone(&self.connection.slot.limits.untrusted_requests);
         let words = "the rendezvous daemon has no room for more requests at the moment";
-        let permit = permit.flatten().ok_or_else(|| Status::unavailable(words))?;
+        let permit = room
+            .try_acquire_many_owned(more)
+            .map_err(|_| Status::unavailable(words))?;
         match &mut self.permit {
             Some(held) => held.merge(permit),
             none => *none = Some(permit),
         }
         Ok(())
-    }
-
-    /// Counts bytes of an agent's stream. The daemon reads the messages of a trusted one by one.
-    fn count_message(&mut self, bytes: usize) -> Result<(), Status> {
-        if self.connection.is_trusted() {
-            self.permit = None;
-            return Ok(());
-        }
-        self.count(bytes)
     }
 }
 
@@ -603,83 +579,12 @@ async fn receive(mut body: Body, held: &mut HeldRequest, messages: MessageLimits
         let frame = frame?;
         let Some(data) = frame.data_ref() else { continue };
         held.count(data.len())?;
-        if kib(held.arrived) > messages.longest_kib {
+        if received.len() + data.len() > messages.longest {
             return Err(Status::out_of_range("the request is too long"));
         }
         received.extend_from_slice(data);
     }
     Ok(Body::new(Full::new(received.freeze())))
-}
-
-/// The reply to a call. HTTP/2 asks for the next part of a reply before its caller has room for it: without a bound, a
-/// caller that asks for thousands of values and reads none would have a copy of each. So a part is made when there is
-/// room for it, and counts until it was sent.
-fn limit_reply(
-    body: Body,
-    connection: Arc<Connection>,
-    call: Call,
-    MessageLimits {
-        longest_kib,
-        timeout: patience,
-    }: MessageLimits,
-) -> Body {
-    if body.is_end_stream() {
-        return body;
-    }
-    let frames = unfold(
-        (body, connection, call),
-        move |(mut body, connection, call)| async move {
-            let room = &connection.slot.limits.replies;
-            let frame = loop {
-                let entering = Arc::clone(room).acquire_many_owned(longest_kib);
-                let Ok(Ok(mut permit)) = timeout(patience, entering).await else {
-                    body = Body::default();
-                    let words = "replies to this address wait for too long to be read";
-                    break Err(Status::unavailable(words));
-                };
-                let polled = poll_fn(|context| Poll::Ready(Pin::new(&mut body).poll_frame(context))).await;
-                let Poll::Ready(frame) = polled else {
-                    // A frame that is not there yet waits without room, until the body wakes this task.
-                    drop(permit);
-                    let mut is_woken = false;
-                    poll_fn(|_| {
-                        if std::mem::replace(&mut is_woken, true) {
-                            Poll::Ready(())
-                        } else {
-                            Poll::Pending
-                        }
-                    })
-                    .await;
-                    continue;
-                };
-                break frame?.map(|frame| {
-                    frame.map_data(|data| {
-                        let size = kib(data.len()).min(longest_kib) as usize;
-                        Bytes::from_owner(UnsentPart {
-                            data,
-                            _permit: permit.split(size),
-                            _active: Active::begin(&connection, |connection| &connection.unsent),
-                        })
-                    })
-                });
-            };
-            Some((frame, (body, connection, call)))
-        },
-    );
-    Body::new(StreamBody::new(frames))
-}
-
-/// A part of a reply that was not sent yet, with what it counts for.
-struct UnsentPart {
-    data: Bytes,
-    _permit: Option<OwnedSemaphorePermit>,
-    _active: Active,
-}
-
-impl AsRef<[u8]> for UnsentPart {
-    fn as_ref(&self) -> &[u8] {
-        &self.data
-    }
 }
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! The bounds of connections, requests and replies.
+//! The bounds of connections and requests.
 
 use std::net::Ipv4Addr;
 
@@ -192,7 +192,7 @@ async fn arrived(bytes: usize, connection: &Arc<Connection>) -> Result<HeldReque
     let body = Body::new(Full::new(Bytes::from(vec![0; bytes])));
     let mut held = HeldRequest::new(connection);
     let messages = MessageLimits {
-        longest_kib: u32::MAX,
+        longest: usize::MAX,
         timeout: SHORT,
     };
     let received = receive(body, &mut held, messages).await;
@@ -200,23 +200,19 @@ async fn arrived(bytes: usize, connection: &Arc<Connection>) -> Result<HeldReque
 }
 
 #[tokio::test]
-async fn all_requests_share_one_room_and_trusted_connections_have_half_of_it_to_themselves() {
-    const HALF: usize = REQUESTS_KIB << 9;
+async fn untrusted_requests_share_one_room_and_trusted_ones_need_none() {
+    const ROOM: usize = UNTRUSTED_REQUESTS_KIB << 10;
     let limits = embedded();
     let enter = || Connection::new(peer(), limits.enter(HERE).unwrap(), &Config::default());
     let (stranger, node) = (enter(), enter());
     drop(node.begin_node());
-    let held = arrived(HALF, &stranger).await.unwrap();
-    let taken = || REQUESTS_KIB - limits.requests.available_permits();
-    assert_eq!(taken(), (HALF - FREE_BYTES) >> 10);
+    let held = arrived(ROOM, &stranger).await.unwrap();
+    let taken = || UNTRUSTED_REQUESTS_KIB - limits.untrusted_requests.available_permits();
+    assert_eq!(taken(), (ROOM - FREE_BYTES) >> 10);
     let refused = arrived(3 * FREE_BYTES, &stranger).await;
     assert_eq!(refused.err(), Some(Code::Unavailable));
     arrived(FREE_BYTES, &stranger).await.expect("small ones are free");
-    let others = arrived(HALF, &node).await.unwrap();
-    let refused = arrived(4 * FREE_BYTES, &node).await;
-    assert_eq!(refused.err(), Some(Code::Unavailable));
-    drop(others);
-    arrived(4 * FREE_BYTES, &node).await.unwrap();
+    arrived(ROOM, &node).await.unwrap();
     drop(held);
     assert_eq!(taken(), 0, "all is given back");
 }
@@ -224,13 +220,13 @@ async fn all_requests_share_one_room_and_trusted_connections_have_half_of_it_to_
 #[test]
 fn the_stream_of_a_node_is_counted_until_it_has_joined() {
     let connection = connection();
-    let free = || connection.slot.limits.requests.available_permits();
+    let free = || connection.slot.limits.untrusted_requests.available_permits();
     let mut held = HeldRequest::new(&connection);
-    held.count_message(2 * FREE_BYTES).unwrap();
-    assert_eq!(free(), REQUESTS_KIB - (FREE_BYTES >> 10));
+    held.count(2 * FREE_BYTES).unwrap();
+    assert_eq!(free(), UNTRUSTED_REQUESTS_KIB - (FREE_BYTES >> 10));
     drop(connection.begin_node());
-    held.count_message(2 * FREE_BYTES).unwrap();
-    assert_eq!(free(), REQUESTS_KIB);
+    held.count(2 * FREE_BYTES).unwrap();
+    assert_eq!(free(), UNTRUSTED_REQUESTS_KIB);
 }
 
 /// A service that is never asked.
@@ -263,86 +259,39 @@ async fn a_request_that_never_ends_is_refused_in_time() {
     assert_eq!(status.code(), Code::DeadlineExceeded);
 }
 
-fn reply(bytes: usize, connection: &Arc<Connection>, longest: usize) -> Body {
-    let body = Body::new(Full::new(Bytes::from(vec![0; bytes])));
-    let call = connection.begin_call().unwrap();
-    limit_reply(
-        body,
-        Arc::clone(connection),
-        call,
-        MessageLimits {
-            longest_kib: kib(longest),
-            timeout: SHORT,
-        },
-    )
-}
-
-/// A caller that asked for thousands of values, and read none, had a copy of each.
+/// A caller may read the reply long after the call was answered.
 #[tokio::test]
-async fn replies_that_are_not_read_are_bounded_and_others_wait_for_room() {
-    const LONGEST: usize = 768 << 10;
-    let connection = trusted();
-    let mut held = Vec::new();
-    let refused = loop {
-        let mut reply = reply(LONGEST, &connection, LONGEST);
-        match reply.frame().await.expect("a part") {
-            Ok(frame) => held.push(frame.into_data().expect("data")),
-            Err(refused) => break refused,
+async fn a_call_lasts_until_its_reply_was_taken() {
+    #[derive(Clone)]
+    struct Answers;
+    impl Service<Request<Body>> for Answers {
+        type Response = Response<Body>;
+        type Error = Infallible;
+        type Future = BoxFuture<Response<Body>, Infallible>;
+
+        fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+            Poll::Ready(Ok(()))
         }
-    };
-    assert_eq!(refused.code(), Code::Unavailable);
-    assert_eq!(held.len(), (256 << 20) / LONGEST);
-    assert!(connection.expires().is_some(), "it takes nothing");
-    let mut waiting = reply(5, &connection, LONGEST);
-    let mut next = waiting.frame();
-    tokio::select! {
-        biased;
-        _ = &mut next => panic!("there is no room"),
-        () = std::future::ready(()) => {}
-    }
-    held.pop();
-    let part = next.await.expect("a part").expect("room").into_data();
-    assert_eq!(part.expect("data").len(), 5);
-    drop((held, waiting));
-    let free = connection.slot.limits.replies.available_permits();
-    assert_eq!(free, REPLIES_KIB, "all is given back");
-    assert_eq!(connection.unsent.get().0, 0);
-}
 
-/// A caller that watched the health of the daemon would have kept the room of the longest reply.
-#[tokio::test]
-async fn a_part_that_is_not_there_yet_waits_without_room() {
-    let connection = trusted();
-    let free = || connection.slot.limits.replies.available_permits();
-    let (send, receive) = tokio::sync::mpsc::channel(1);
-    let frames = tokio_stream::wrappers::ReceiverStream::new(receive);
-    let body = Body::new(StreamBody::new(frames));
-    let messages = MessageLimits {
-        longest_kib: 768,
-        timeout: SHORT,
-    };
-    let call = connection.begin_call().unwrap();
-    let mut reply = limit_reply(body, Arc::clone(&connection), call, messages);
-    let mut next = reply.frame();
-    tokio::select! {
-        biased;
-        _ = &mut next => panic!("nothing was sent"),
-        () = std::future::ready(()) => {}
+        fn call(&mut self, _: Request<Body>) -> Self::Future {
+            Box::pin(async { Ok(Response::new(Body::new(Full::new(Bytes::from_static(b"value"))))) })
+        }
     }
-    assert_eq!(free(), REPLIES_KIB);
-    let frame = Frame::data(Bytes::from_static(b"part"));
-    send.send(Ok::<_, Status>(frame)).await.unwrap();
-    let part = next.await.expect("a part").expect("room");
-    assert_eq!(free(), REPLIES_KIB - 1);
-    drop(part);
-    assert_eq!(free(), REPLIES_KIB);
+    let connection = trusted();
+    let mut request = Request::new(Body::default());
+    request.extensions_mut().insert(Arc::clone(&connection));
+    let answer = Limited::new(Answers, 1).call(request).await.unwrap();
+    assert_eq!(connection.expires(), None, "it is in use");
+    let reply = answer.into_body().collect().await.unwrap().to_bytes();
+    assert_eq!(&reply[..], b"value");
+    assert!(connection.expires().is_some());
 }
 
 #[tokio::test]
 async fn a_request_that_is_too_long_is_refused() {
     let body = Body::new(Full::new(Bytes::from(vec![0; 2049])));
     let messages = MessageLimits {
-        longest_kib: 2,
+        longest: 2048,
         timeout: SHORT,
     };
     let received = receive(body, &mut HeldRequest::new(&trusted()), messages).await;
