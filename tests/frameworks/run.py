@@ -231,8 +231,13 @@ class Case:
     words: tuple = ()
     # How users start it: the launcher with a script, or by something that calls the launcher.
     style: str = "launcher"
-    nodes: tuple = (1, 2)
-    why_not_two: str = ""
+    ranks_on_two_nodes: int = 2
+
+    def shown(self, nodes):
+        """Of how many ranks the output is seen."""
+        if nodes == 2:
+            return self.ranks_on_two_nodes
+        return 1 if self.style == "run_train.sh" else 2
 
 
 CASES = [
@@ -242,7 +247,7 @@ CASES = [
     Case("torchtitan's launch script", "torch", "train_titan.py", ("--tp", "2"), style="run_train.sh"),
     Case("accelerate", "accelerate", "train_accelerate.py"),
     Case("accelerate launch", "accelerate", "train_accelerate.py", style="accelerate launch"),
-    Case("notebook_launcher", "accelerate", "notebook.py", style="notebook", nodes=(1,)),
+    Case("notebook_launcher", "accelerate", "notebook.py", style="notebook", ranks_on_two_nodes=4),
     Case("Lightning", "lightning", "train_lightning.py"),
     Case("transformers Trainer", "transformers", "train_transformers.py"),
     Case("DeepSpeed ZeRO-1", "deepspeed", "train_deepspeed.py"),
@@ -287,7 +292,8 @@ class Run:
                        "--num_processes", 2, *machines, "--main_process_port", port, "--max_restarts", 3,
                        script, *words], self.replaced(launcher)
             elif case.style == "notebook":
-                yield [self.python, script, *words], {"PORT": str(port), **self.replaced(launcher)}
+                yield [self.python, script, *words, "--nodes", nodes, "--node", node, "--port", port], \
+                    self.replaced(launcher)
             else:
                 yield [launcher, *meet, *usual, script, *words], {}
 
@@ -309,7 +315,7 @@ class Run:
     def life(self, case, nodes, out, first):
         """Start, kill, resume, stop. Returns what happened, and the step of the last save."""
         job, logs = self.job(case, self.launcher, nodes, out, f"{nodes}-nodes")
-        seen = 1 if case.style == "run_train.sh" and nodes == 1 else 2  # it shows rank 0 only
+        seen = case.shown(nodes)
         if (begun := job.wait_for_ranks(STARTS, seen)) != first:
             raise Failed(f"it started at step {begun}, saved was {first}")
         if case.style in ("accelerate launch", "notebook") and self.launcher == self.ddp_run:
@@ -348,7 +354,7 @@ class Run:
     def beside(self, case, out, first):
         """torchrun continues, and the script ends by itself."""
         job, _ = self.job(case, self.torchrun, 1, out, "torchrun", "--steps", first + 3)
-        seen = 1 if case.style == "run_train.sh" else 2
+        seen = case.shown(1)
         if (begun := job.wait_for_ranks(STARTS, seen)) != first:
             raise Failed(f"it started at step {begun}, saved was {first}")
         job.wait_for_ranks(r"finished at step (\d+)$", seen)
@@ -386,11 +392,11 @@ class Run:
         out = self.folder / re.sub("[^a-z0-9]+", "-", case.name.lower())
         out.mkdir()
         if case.style == "replica groups":
-            for nodes in case.nodes:
+            for nodes in (1, 2):
                 self.row(case, f"2 groups of {nodes} node(s)", lambda: self.replica_groups(case, nodes, out))
             return
         saved = 0
-        for nodes in case.nodes:
+        for nodes in (1, 2):
             saved = self.row(case, f"{nodes} node(s)", lambda: self.life(case, nodes, out, saved))
             if saved is None:
                 return
