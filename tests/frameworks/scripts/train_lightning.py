@@ -19,7 +19,7 @@ class Model(lightning.LightningModule):
         self.layer = torch.nn.Linear(16, 16)
 
     def training_step(self, x):
-        time.sleep(0.05)
+        time.sleep(0.15)
         return (self.layer(x) - x.flip(1)).square().mean()
 
     def configure_optimizers(self):
