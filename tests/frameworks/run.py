@@ -127,7 +127,9 @@ def environment(folder):
 
 
 def variables_of(folder):
+    name, value = MARK.split("=")
     return {
+        name: value,
         "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
         "TORCH_EXTENSIONS_DIR": str(folder / "extensions"),
         "CUDA_VISIBLE_DEVICES": "",
@@ -148,11 +150,10 @@ class Job:
 
     def __init__(self, log, commands, variables):
         self.log, self.lines, self.came, self.open = log, [], threading.Condition(), len(commands)
-        name, value = MARK.split("=")
         unwanted = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE")
         inherited = {name: value for name, value in os.environ.items() if name not in unwanted}
         self.processes = [
-            subprocess.Popen([str(word) for word in command], env={**inherited, **variables, **extra, name: value},
+            subprocess.Popen([str(word) for word in command], env={**inherited, **variables, **extra},
                              stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                              errors="replace", start_new_session=True, cwd=log.parent)
             for command, extra in commands
