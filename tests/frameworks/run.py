@@ -89,7 +89,11 @@ def environment(folder):
     stamp, python = folder / "installed.txt", folder / "bin/python"
     if stamp.exists() and stamp.read_text() == wanted:
         return python
+    if folder.exists() and not stamp.exists():
+        raise Missing(f"{folder} is another's: name a folder that does not exist")
     shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    stamp.touch()
     pins = dict(line.split("==") for line in wanted.splitlines() if "==" in line)
 
     def run(*words):
@@ -338,8 +342,8 @@ class Run:
         direct = self.launcher == self.ddp_run and case.style in ("launcher", "run_train.sh")
         job.finish(128 + signal.SIGTERM if direct else 1)
         last = max(job.numbers(SAVED, since), default=0)
-        if last < stop:
-            raise Failed(f"SIGTERM at step {stop}: no later save")
+        if last < stop or any("(SIGKILL)" in line for line in job.lines[since:]):
+            raise Failed(f"SIGTERM at step {stop}: the last save is {last}, or the ranks did not end")
         self.nothing_is_left()
         if direct:
             self.check_logs(logs, nodes)
