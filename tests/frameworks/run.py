@@ -388,7 +388,7 @@ class Run:
             kind, result = "FAILED", str(why)
         finally:
             kill_marked()
-        row = (case.name, version, tried, f"{kind}: {result}", f"{time.monotonic() - start:.0f} s")
+        row = case.name, version, tried, f"{kind}: {result}", f"{time.monotonic() - start:.0f} s"
         self.rows.append((kind, row))
         print(" | ".join(row), flush=True)
         return rest
@@ -469,8 +469,7 @@ def main():
     parser.add_argument("--logs", type=pathlib.Path, default=ROOT / "target/frameworks-logs")
     parser.add_argument("--out", type=pathlib.Path, help="file for the table, as Markdown")
     args = parser.parse_args()
-    programs = args.programs.resolve()
-    logs = args.logs.resolve()
+    programs, logs = args.programs.resolve(), args.logs.resolve()
     logs.mkdir(parents=True, exist_ok=True)
     folder = pathlib.Path(tempfile.mkdtemp(prefix="ddp-frameworks-"))
     clean_up_at_the_end(folder)
