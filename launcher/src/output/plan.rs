@@ -6,6 +6,7 @@ use ddp_proto::env::WorkerEnv;
 use ddp_proto::ids::{GlobalRank, LocalRank};
 
 use crate::output::streams::Stream;
+use crate::template::substitute;
 
 /// Some of a worker's two output streams.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -130,39 +131,14 @@ impl PrefixTemplate {
 
     /// The prefix of one worker, with all that stands between it and the text.
     pub(crate) fn of(&self, worker: &WorkerEnv, hostname: &str) -> String {
-        let (mut prefix, mut rest) = (String::new(), self.0.as_str());
-        while let Some((text, after)) = rest.split_once('$') {
-            prefix.push_str(text);
-            if let Some(after) = after.strip_prefix('$') {
-                prefix.push('$');
-                rest = after;
-                continue;
-            }
-            let name = variable(after);
-            match name.trim_matches(['{', '}']) {
-                "rank" => prefix.push_str(&worker.rank.to_string()),
-                "local_rank" => prefix.push_str(&worker.local_rank.to_string()),
-                "role_name" => prefix.push_str(&worker.role),
-                "hostname" => prefix.push_str(hostname),
-                _ => prefix.extend(["$", name]),
-            }
-            rest = &after[name.len()..];
-        }
-        prefix + rest
+        substitute(&self.0, |name| match name {
+            "rank" => Some(worker.rank.to_string()),
+            "local_rank" => Some(worker.local_rank.to_string()),
+            "role_name" => Some(worker.role.clone()),
+            "hostname" => Some(hostname.to_owned()),
+            _ => None,
+        })
     }
-}
-
-/// The name of a variable that `after` begins with, perhaps in braces; empty without one.
-fn variable(after: &str) -> &str {
-    let is_of_name = |c: char| c == '_' || c.is_ascii_alphanumeric();
-    if let Some((name, _)) = after.strip_prefix('{').and_then(|braced| braced.split_once('}'))
-        && !name.is_empty()
-        && name.chars().all(is_of_name)
-    {
-        return &after[..name.len() + 2];
-    }
-    let end = after.find(|c| !is_of_name(c)).unwrap_or(after.len());
-    &after[..end]
 }
 
 #[cfg(test)]
