@@ -16,6 +16,8 @@ launcher, and none raises because the launcher is gone. All functions are thread
 from __future__ import annotations
 
 import contextlib
+import faulthandler
+import functools
 import json
 import math
 import os
@@ -24,11 +26,18 @@ import socket
 import struct
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterator
-from typing import Any, Callable
+from typing import TYPE_CHECKING, Any, Callable
 
-__all__ = ["GenerationOver", "check_generation", "generation", "heartbeat", "sizes", "stop_requested", "stoppable"]
+if TYPE_CHECKING:
+    from .launch import Failure, LaunchConfig, LaunchFailed, elastic_launch
+
+__all__ = ["GenerationOver", "check_generation", "generation", "heartbeat", "record", "sizes", "stop_requested", "stoppable"]
+# For programs that start jobs; training scripts do not import them.
+_OF_LAUNCH = ("Failure", "LaunchConfig", "LaunchFailed", "elastic_launch")
+__all__ += _OF_LAUNCH
 
 PHASES = ("starting", "training", "validating", "saving", "finishing")
 # Longest time to connect or to write one message. A launcher that reads nothing for so long counts as gone.
@@ -55,9 +64,11 @@ class GenerationOver(Exception):
         super().__init__(cause)
         #: In words: "rank 5 (node `b`) died of SIGKILL".
         self.cause = cause
+        if getattr(sys.excepthook, "func", None) is not _shorten:
+            sys.excepthook = functools.partial(_shorten, sys.excepthook)
 
 
-def _shorten(kind: Any, error: BaseException, trace: Any, report: Any = sys.excepthook) -> None:
+def _shorten(report: Any, kind: Any, error: BaseException, trace: Any) -> None:
     """Reports an uncaught `GenerationOver` in one line: this rank did nothing wrong. `report` is the hook before."""
     if isinstance(error, GenerationOver):
         if error.__cause__ is not None:
@@ -68,7 +79,41 @@ def _shorten(kind: Any, error: BaseException, trace: Any, report: Any = sys.exce
     report(kind, error, trace)
 
 
-sys.excepthook = _shorten
+def __getattr__(name: str) -> Any:
+    if name in _OF_LAUNCH:
+        from . import launch
+
+        return getattr(launch, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def record(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorates the main function of a worker: its exception gets into the failure report, as with torchrun's `record`.
+
+    `sys.exit(0)` in it returns None. A `GenerationOver` is another rank's failure, and is not recorded.
+    """
+
+    @functools.wraps(function)
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        with contextlib.suppress(Exception):  # no descriptor for standard error
+            faulthandler.enable(all_threads=True)
+        try:
+            return function(*args, **kwargs)
+        except SystemExit as end:
+            if end.code == 0:
+                return None
+            raise
+        except GenerationOver:
+            raise
+        except Exception as error:
+            extra = {"py_callstack": traceback.format_exc(), "timestamp": str(int(time.time()))}
+            text = json.dumps({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}})
+            if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+                with contextlib.suppress(OSError), open(file, "w") as target:
+                    target.write(text)
+            raise
+
+    return recorded
 
 
 def generation() -> int:
