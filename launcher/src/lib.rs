@@ -9,7 +9,6 @@
 //! | `cgroup` | holds all that workers start in one control group; knows the control groups of this process |
 //! | `control` | the control socket of the workers |
 //! | `output` | the workers' output, on the console and in files |
-//! | `template` | `${name}` in prefixes and arguments |
 //! | `threads` | threads for work that blocks, and with a runtime of their own |
 //! | `report` | the failure report, for people and for programs, and the event log |
 //! | `tcp_store` | hosts the store that the workers' PyTorch uses at `MASTER_PORT` |
@@ -30,7 +29,6 @@ mod report;
 mod spawn;
 mod supervise;
 mod tcp_store;
-mod template;
 mod threads;
 
 pub use agent::{ExitReason, Outcome, is_ignored, run};

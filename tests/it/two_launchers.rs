@@ -46,9 +46,13 @@ fn master_address_and_port_may_be_those_of_the_rendezvous() {
     let node = || launch().node_of(2, &port.endpoint, "master");
     let node = || node().flag("--master-addr", host).flag("--master-port", number);
     expect_one_job(|| node().flag("--rdzv-backend", "c10d"));
-    let kubeflow = || launch().env("PET_MASTER_ADDR", host).env("PET_MASTER_PORT", number);
+    let kubeflow = || {
+        launch()
+            .env("PET_MASTER_ADDR", host)
+            .env("PET_MASTER_PORT", number)
+    };
     let kubeflow = || kubeflow().env("PET_RDZV_BACKEND", "c10d");
-    expect_one_job(|| kubeflow().node_of(2, &port.endpoint, "master again"));
+    expect_one_job(|| kubeflow().node_of(2, &port.endpoint, "master-again"));
 }
 
 #[test]

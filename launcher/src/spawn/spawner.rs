@@ -22,11 +22,11 @@ use nix::unistd::Pid;
 use tokio::sync::mpsc;
 
 use crate::cgroup::{self, CgroupEntry};
+use crate::output::plan::substitute;
 use crate::plan::WorkerCommand;
 use crate::spawn::process::{self, Image, Start, StartError};
 use crate::spawn::program::SpawnError;
 use crate::supervise::guardian::Registrar;
-use crate::template::substitute;
 
 /// Batches that may wait: that of a generation whose workers are to follow those that the thread is stuck with.
 const BATCH_QUEUE: usize = 1;
