@@ -17,6 +17,7 @@ import select
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Iterator
 from typing import Any, Callable
 
@@ -185,10 +186,33 @@ def _exit_after(work: Callable[[], None]) -> None:
         os._exit(code & 0xFF)
 
 
+def _relay(path: pathlib.Path, control: str) -> None:
+    """The launcher takes control connections from descendants of its workers only, which the fork is not."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        while True:
+            worker, launcher = listener.accept()[0], socket.socket(socket.AF_UNIX)
+            launcher.connect(control.replace("@", "\0", 1))
+            for source, target in ((worker, launcher), (launcher, worker)):
+                threading.Thread(target=_pump, args=(source, target), daemon=True).start()
+
+
+def _pump(source: socket.socket, target: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while data := source.recv(1 << 16):
+            target.sendall(data)
+    with contextlib.suppress(OSError):
+        target.shutdown(socket.SHUT_RDWR)
+
+
 def _stand_in(folder: pathlib.Path) -> None:
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(str(folder / "fork"))
-        text = json.dumps(dict(os.environ)).encode()
+        relay = folder / f"control-{os.getpid()}"
+        threading.Thread(target=_relay, args=(relay, os.environ["DDP_CONTROL"]), daemon=True).start()
+        place = {"DDP_CONTROL": str(relay), "DDP_STAND_IN": str(os.getpid())}
+        text = json.dumps({**os.environ, **place}).encode()
         for number in FORWARDED:
             signal.signal(number, lambda received, _frame: connection.sendall(bytes([received])))
         socket.send_fds(connection, [len(text).to_bytes(8, "big")], [0, 1, 2])

@@ -40,6 +40,12 @@ def fails_once(marker):
     return ddp_run.generation()
 
 
+def listens():
+    """A rank that the launcher refuses waits for its answer in vain."""
+    ddp_run.stop_requested()
+    return ddp_run._launcher._answered.is_set() and not ddp_run._launcher._is_lost
+
+
 def fails(_):
     if os.environ["RANK"] == "1":
         raise ValueError("no data")
@@ -87,6 +93,10 @@ class Launch(unittest.TestCase):
                     config = self.config(start_method=method, max_restarts=1)
                     results = ddp_run.elastic_launch(config, fails_once)(os.path.join(folder, "marker"))
                 self.assertEqual(results, {0: 2, 1: 2})
+
+    def test_the_launcher_takes_connections_of_a_fork(self):
+        results = ddp_run.elastic_launch(self.config(start_method="fork"), listens)()
+        self.assertEqual(results, {0: True, 1: True})
 
     def test_a_failure_names_the_rank_and_its_exception(self):
         for method in ("spawn", "fork"):
