@@ -156,7 +156,7 @@ class Handler(api.RendezvousHandler):
 
     def _next_place(self) -> _Place:
         while True:
-            with contextlib.suppress(TimeoutError):
+            with contextlib.suppress(socket.timeout):
                 connection = self._listener.accept()[0]
                 connection.settimeout(None)
                 place = _Place(connection)
