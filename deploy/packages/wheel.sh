@@ -26,6 +26,8 @@ start=$SECONDS
 echo "installed in $((SECONDS - start)) s"
 for program in ddp-run ddp-rendezvous ddp-train; do "$bin/$program" --version; done
 
+DDP_REPLACE_TORCHRUN=1 "$bin/python" -c 'import sys; assert "ddp_run.torchrun" in sys.modules'
+
 # Nothing of the repository may stand in for what was installed.
 export DDP_RUN=$bin/ddp-run PACKAGE_PATH=
 "$bin/python" -m unittest discover --start-directory tests/python

@@ -166,4 +166,6 @@ pub struct WorkerCommand {
     pub native: bool,
     /// The agent of node 0 hosts PyTorch's store for it at `MASTER_PORT`; otherwise the port is free for rank 0.
     pub agent_store: bool,
+    /// `$local_rank` and `${local_rank}` in `args` are replaced for each worker, as torchrun does.
+    pub macros: bool,
 }

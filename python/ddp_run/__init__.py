@@ -16,6 +16,8 @@ launcher, and none raises because the launcher is gone. All functions are thread
 from __future__ import annotations
 
 import contextlib
+import faulthandler
+import functools
 import json
 import math
 import os
@@ -24,11 +26,18 @@ import socket
 import struct
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterator
-from typing import Any, Callable
+from typing import TYPE_CHECKING, Any, Callable
 
-__all__ = ["GenerationOver", "check_generation", "generation", "heartbeat", "sizes", "stop_requested", "stoppable"]
+if TYPE_CHECKING:
+    from .launch import Failure, LaunchConfig, LaunchFailed, elastic_launch
+
+__all__ = ["GenerationOver", "check_generation", "generation", "heartbeat", "record", "sizes", "stop_requested", "stoppable"]
+# For programs that start jobs; training scripts do not import them.
+_OF_LAUNCH = ("Failure", "LaunchConfig", "LaunchFailed", "elastic_launch")
+__all__ += _OF_LAUNCH
 
 PHASES = ("starting", "training", "validating", "saving", "finishing")
 # Longest time to connect or to write one message. A launcher that reads nothing for so long counts as gone.
@@ -55,9 +64,11 @@ class GenerationOver(Exception):
         super().__init__(cause)
         #: In words: "rank 5 (node `b`) died of SIGKILL".
         self.cause = cause
+        if getattr(sys.excepthook, "func", None) is not _shorten:
+            sys.excepthook = functools.partial(_shorten, sys.excepthook)
 
 
-def _shorten(kind: Any, error: BaseException, trace: Any, report: Any = sys.excepthook) -> None:
+def _shorten(report: Any, kind: Any, error: BaseException, trace: Any) -> None:
     """Reports an uncaught `GenerationOver` in one line: this rank did nothing wrong. `report` is the hook before."""
     if isinstance(error, GenerationOver):
         if error.__cause__ is not None:
@@ -68,7 +79,41 @@ def _shorten(kind: Any, error: BaseException, trace: Any, report: Any = sys.exce
     report(kind, error, trace)
 
 
-sys.excepthook = _shorten
+def __getattr__(name: str) -> Any:
+    if name in _OF_LAUNCH:
+        from . import launch
+
+        return getattr(launch, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def record(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorates the main function of a worker: its exception gets into the failure report, as with torchrun's `record`.
+
+    `sys.exit(0)` in it returns None. A `GenerationOver` is another rank's failure, and is not recorded.
+    """
+
+    @functools.wraps(function)
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        with contextlib.suppress(Exception):  # no descriptor for standard error
+            faulthandler.enable(all_threads=True)
+        try:
+            return function(*args, **kwargs)
+        except SystemExit as end:
+            if end.code == 0:
+                return None
+            raise
+        except GenerationOver:
+            raise
+        except Exception as error:
+            extra = {"py_callstack": traceback.format_exc(), "timestamp": str(int(time.time()))}
+            text = json.dumps({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}})
+            if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+                with contextlib.suppress(OSError), open(file, "w") as target:
+                    target.write(text)
+            raise
+
+    return recorded
 
 
 def generation() -> int:
@@ -126,18 +171,20 @@ def stoppable(save: Callable[[], Any], agree: Callable[[bool], bool] | None = No
     """Saves and exits with 0 at a step boundary when the job is asked to stop.
 
     Yields `boundary(step, loss=None)`, which every rank calls once per step, with the number of finished steps. It
-    sends a heartbeat. If any rank was asked to stop, all ranks leave the block there, call `save` and exit. They have
-    `--shutdown-timeout` for that; while they save, the signals that stop a job are ignored. A failure that another
+    sends a heartbeat. If any rank was asked to stop, all ranks leave the block at the next boundary, call `save` and
+    exit. They have `--shutdown-timeout` for that; while they save, the signals that stop a job are ignored. A failure that another
     rank or node caused is raised as `GenerationOver`.
 
     A block that ends normally closes the connection to the launcher. The script is then neither watched for
     `--hang-timeout` nor asked to stop, and gets signals at once, until it calls a function of this package again.
 
     `agree(asked)` combines the ranks' answers: it gets whether this rank was asked, and returns whether any rank was,
-    so that no rank leaves the others waiting in a collective. The default is a small all-reduce if `torch.distributed`
-    is initialised. Otherwise each rank decides alone, and ranks may leave at different steps.
+    so that no rank leaves the others waiting in a collective. The default is a small all-reduce with gloo, which runs
+    during the next step and synchronises no device, if `torch.distributed` is initialised. Otherwise each rank decides
+    alone, and ranks may leave at different steps.
     """
-    agree, done = agree or _any_rank, 0
+    default, done = _Agreement(), 0
+    agree = agree or default
     _launcher.listen()
 
     def boundary(step: int, loss: float | None = None) -> None:
@@ -150,6 +197,7 @@ def stoppable(save: Callable[[], Any], agree: Callable[[bool], bool] | None = No
 
     try:
         yield boundary
+        default.finish()
     except _Stop:
         heartbeat(done, "saving")
         with _signals_ignored():
@@ -183,14 +231,40 @@ class _Stop(BaseException):
     """Leaves the block of `stoppable`, past every `except Exception` of the script."""
 
 
-def _any_rank(asked: bool) -> bool:
-    dist = sys.modules.get("torch.distributed")
-    if dist is None or not dist.is_available() or not dist.is_initialized():
-        return asked
-    torch = sys.modules["torch"]
-    flag = torch.tensor(int(asked), device="cuda" if dist.get_backend() == "nccl" else "cpu")
-    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-    return bool(flag.item())
+class _Agreement:
+    """Whether any rank was asked to stop, known to all at the same boundary: the one after. Ranks add their answers up on
+    the CPU while they train, so neither a rank nor a device waits.
+    """
+
+    # The process group of the script, and the one that is used in its place.
+    groups: tuple[Any, Any] = (None, None)
+
+    def __init__(self) -> None:
+        self._answers: Any = None
+        self._work: Any = None
+
+    def __call__(self, asked: bool) -> bool:
+        if self.finish():
+            return True
+        dist = sys.modules.get("torch.distributed")
+        if dist is None or not dist.is_available() or not dist.is_initialized():
+            return asked
+        if _Agreement.groups[0] is not dist.group.WORLD:
+            has_cpu = dist.get_backend() == "gloo" or not dist.is_gloo_available()
+            _Agreement.groups = (dist.group.WORLD, None if has_cpu else dist.new_group(backend="gloo"))
+        group = _Agreement.groups[1]
+        on_device = group is None and dist.get_backend() == "nccl"
+        self._answers = sys.modules["torch"].tensor(int(asked), device="cuda" if on_device else "cpu")
+        self._work = dist.all_reduce(self._answers, op=dist.ReduceOp.MAX, group=group, async_op=True)
+        return False
+
+    def finish(self) -> bool:
+        """Ends what the last boundary began."""
+        work, self._work = self._work, None
+        if work is None:
+            return False
+        work.wait()
+        return bool(self._answers.item())
 
 
 class _Launcher:
@@ -239,7 +313,7 @@ class _Launcher:
         if self._is_lost:
             return
         local_rank = int(os.environ.get("DDP_LOCAL_RANK") or os.environ.get("LOCAL_RANK") or 0)
-        place = {"local_rank": local_rank, "generation": generation(), "pid": os.getpid()}
+        place = {"local_rank": local_rank, "generation": generation(), "pid": int(os.environ.get("DDP_STAND_IN") or os.getpid())}
         # The first line says once whether this script listens, so listening needs a new connection.
         self._listens, last, self._socket = listens, self._socket, None
         self._answered.clear()

@@ -18,13 +18,18 @@ def _folders() -> list[str]:
     return [sysconfig.get_path("scripts"), sysconfig.get_path("scripts", f"{os.name}_user")]
 
 
+def missing() -> str:
+    """What to say where `find` finds nothing."""
+    return (
+        f"`ddp-run` is neither in {' nor in '.join(f'`{folder}`' for folder in _folders())}, nor in PATH\n"
+        "  hint: install the wheel of ddp-run, or add the directory with `ddp-run` (in a checkout: `target/release`) to PATH"
+    )
+
+
 def main() -> None:
     program = find()
     if program is None:
-        sys.stderr.write(
-            f"error: `ddp-run` is neither in {' nor in '.join(f'`{folder}`' for folder in _folders())}, nor in PATH\n"
-            "  hint: install the wheel of ddp-run, or add the directory with `ddp-run` (in a checkout: `target/release`) to PATH\n"
-        )
+        sys.stderr.write(f"error: {missing()}\n")
         sys.exit(127)
     os.environ.setdefault("PYTHON_EXEC", sys.executable)
     os.execv(program, ["ddp-run", *sys.argv[1:]])

@@ -89,7 +89,7 @@ pub struct EventLog(pub Option<PathBuf>);
 /// One of torchrun's backends that this program can stand for.
 pub fn backend(text: &str) -> Result<String, String> {
     match text {
-        "c10d" | "static" | "grpc" => Ok(text.to_owned()),
+        "c10d" | "static" | "grpc" | "ddp" => Ok(text.to_owned()),
         "etcd" | "etcd-v2" => Err(
             "etcd is not supported: omit the flag and give the address of one node with `--rdzv-endpoint`"
                 .to_owned(),

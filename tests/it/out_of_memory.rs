@@ -106,7 +106,7 @@ fn a_kill_where_memory_suffices_is_not_taken_for_a_lack_of_it() {
             return;
         }
     };
-    let words = ["--no-python", "sh", "-c", "kill -9 $$"];
+    let words = ["sh", "-c", "kill -9 $$"];
     let finished = group.launch(&words).run();
     finished
         .expect_exit(137)

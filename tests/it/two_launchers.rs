@@ -38,6 +38,23 @@ fn hosted_by_one_of_them() {
     expect_one_job(|| launch().node_of(2, &port.endpoint, "embedded"));
 }
 
+/// The store could not listen at the port of the rendezvous: exit 69.
+#[test]
+fn master_address_and_port_may_be_those_of_the_rendezvous() {
+    let port = ReservedPort::new();
+    let (host, number) = port.endpoint.rsplit_once(':').expect("a port");
+    let node = || launch().node_of(2, &port.endpoint, "master");
+    let node = || node().flag("--master-addr", host).flag("--master-port", number);
+    expect_one_job(|| node().flag("--rdzv-backend", "c10d"));
+    let kubeflow = || {
+        launch()
+            .env("PET_MASTER_ADDR", host)
+            .env("PET_MASTER_PORT", number)
+    };
+    let kubeflow = || kubeflow().env("PET_RDZV_BACKEND", "c10d");
+    expect_one_job(|| kubeflow().node_of(2, &port.endpoint, "master-again"));
+}
+
 #[test]
 fn hosted_by_node_rank_0_even_if_it_comes_last() {
     let port = ReservedPort::new();

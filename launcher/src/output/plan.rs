@@ -130,26 +130,35 @@ impl PrefixTemplate {
 
     /// The prefix of one worker, with all that stands between it and the text.
     pub(crate) fn of(&self, worker: &WorkerEnv, hostname: &str) -> String {
-        let (mut prefix, mut rest) = (String::new(), self.0.as_str());
-        while let Some((text, after)) = rest.split_once('$') {
-            prefix.push_str(text);
-            if let Some(after) = after.strip_prefix('$') {
-                prefix.push('$');
-                rest = after;
-                continue;
-            }
-            let name = variable(after);
-            match name.trim_matches(['{', '}']) {
-                "rank" => prefix.push_str(&worker.rank.to_string()),
-                "local_rank" => prefix.push_str(&worker.local_rank.to_string()),
-                "role_name" => prefix.push_str(&worker.role),
-                "hostname" => prefix.push_str(hostname),
-                _ => prefix.extend(["$", name]),
-            }
-            rest = &after[name.len()..];
-        }
-        prefix + rest
+        substitute(&self.0, |name| match name {
+            "rank" => Some(worker.rank.to_string()),
+            "local_rank" => Some(worker.local_rank.to_string()),
+            "role_name" => Some(worker.role.clone()),
+            "hostname" => Some(hostname.to_owned()),
+            _ => None,
+        })
     }
+}
+
+/// `template` with `$name` and `${name}` replaced by the `value` of the name, as Python's `safe_substitute`: `$$` is a
+/// dollar sign, and a name without a value is text.
+pub(crate) fn substitute(template: &str, value: impl Fn(&str) -> Option<String>) -> String {
+    let (mut text, mut rest) = (String::new(), template);
+    while let Some((before, after)) = rest.split_once('$') {
+        text.push_str(before);
+        if let Some(after) = after.strip_prefix('$') {
+            text.push('$');
+            rest = after;
+            continue;
+        }
+        let name = variable(after);
+        match value(name.trim_matches(['{', '}'])) {
+            Some(value) => text.push_str(&value),
+            None => text.extend(["$", name]),
+        }
+        rest = &after[name.len()..];
+    }
+    text + rest
 }
 
 /// The name of a variable that `after` begins with, perhaps in braces; empty without one.
@@ -168,6 +177,15 @@ fn variable(after: &str) -> &str {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn names_in_arguments_are_replaced_as_torchrun_does() {
+        let of = |text: &str| substitute(text, |name| (name == "local_rank").then(|| "3".to_owned()));
+        assert_eq!(of("--gpu=${local_rank}"), "--gpu=3");
+        assert_eq!(of("$local_rank/$local_rank_2"), "3/$local_rank_2");
+        assert_eq!(of("${LOCAL_RANK} ${rank} $"), "${LOCAL_RANK} ${rank} $");
+        assert_eq!(of("$$local_rank costs $$1"), "$local_rank costs $1");
+    }
 
     const BOTH: StreamSet = StreamSet {
         stdout: true,

@@ -10,6 +10,8 @@ use crate::plan::LaunchPlan;
 
 const OMP_NUM_THREADS: &str = "OMP_NUM_THREADS";
 const VISIBLE_DEVICES: &str = "CUDA_VISIBLE_DEVICES";
+/// Takes precedence on ROCm.
+const HIP_VISIBLE_DEVICES: &str = "HIP_VISIBLE_DEVICES";
 /// Hardware queues of a GPU. With the 8 of the default, a stream that waits for another rank can hold up one that computes.
 const MAX_CONNECTIONS: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
 const ASYNC_ERROR_HANDLING: &str = "TORCH_NCCL_ASYNC_ERROR_HANDLING";
@@ -65,10 +67,17 @@ pub(crate) fn of_worker(common: &Common<'_>, contract: &WorkerEnv) -> Vec<(OsStr
         env.insert(DDP_PROGRESS.into(), "bar".into());
     }
     if common.virtual_local_rank {
-        let visible = env
-            .get(OsStr::new(VISIBLE_DEVICES))
-            .and_then(|list| list.to_str());
+        let of = |name: &str| {
+            env.get(OsStr::new(name))?
+                .to_str()
+                .filter(|list| !list.is_empty())
+        };
+        let hip = of(HIP_VISIBLE_DEVICES).is_some();
+        let visible = of(HIP_VISIBLE_DEVICES).or_else(|| of(VISIBLE_DEVICES));
         let own = own_device(visible, contract.local_rank.0);
+        if hip {
+            env.insert(HIP_VISIBLE_DEVICES.into(), own.clone().into());
+        }
         env.insert(VISIBLE_DEVICES.into(), own.into());
         env.insert("LOCAL_RANK".into(), "0".into());
         env.insert(DDP_LOCAL_RANK.into(), contract.local_rank.to_string().into());
@@ -112,7 +121,7 @@ mod tests {
             threads: 3,
             native: true,
             progress_bar: false,
-            virtual_local_rank: false,
+            virtual_local_rank: inherited.iter().any(|(name, _)| name == "HIP_VISIBLE_DEVICES"),
         };
         let env = of_worker(&common, &WorkerEnv::single());
         let text = |s: OsString| s.into_string().unwrap();
@@ -153,6 +162,9 @@ mod tests {
         assert_eq!(own_device(None, 2), "2");
         assert_eq!(own_device(Some("4, 6,7"), 1), "6");
         assert_eq!(own_device(Some("4"), 1), "", "there is no second one");
+        let env = env_of(&[(HIP_VISIBLE_DEVICES, "5,6"), (VISIBLE_DEVICES, "1,2")]);
+        let devices = [HIP_VISIBLE_DEVICES, VISIBLE_DEVICES].map(|name| env[name].as_str());
+        assert_eq!(devices, ["5", "5"], "as torchrun");
     }
 
     #[test]

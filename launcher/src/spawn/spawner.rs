@@ -3,7 +3,8 @@
 //! All are started by one thread that lives as long as the launcher: `PR_SET_PDEATHSIG` speaks of the death of
 //! the *thread* that forked, so a worker started by a short-lived thread would be killed with that thread.
 
-use std::ffi::OsString;
+use std::borrow::Cow;
+use std::ffi::{OsStr, OsString};
 use std::fs::File;
 use std::io;
 use std::iter;
@@ -21,6 +22,7 @@ use nix::unistd::Pid;
 use tokio::sync::mpsc;
 
 use crate::cgroup::{self, CgroupEntry};
+use crate::output::plan::substitute;
 use crate::plan::WorkerCommand;
 use crate::spawn::process::{self, Image, Start, StartError};
 use crate::spawn::program::SpawnError;
@@ -142,10 +144,22 @@ fn start_batch(
     None
 }
 
+/// An argument of the command as this worker gets it.
+fn argument_of<'a>(command: &WorkerCommand, arg: &'a OsStr, local_rank: LocalRank) -> Cow<'a, OsStr> {
+    let value = |name: &str| (name == "local_rank").then(|| local_rank.to_string());
+    match arg.to_str().filter(|_| command.macros) {
+        Some(text) => Cow::Owned(substitute(text, value).into()),
+        None => Cow::Borrowed(arg),
+    }
+}
+
 fn start_worker(batch: &Batch, worker: &WorkerSpec, registrar: Registrar) -> Result<i32, StartError> {
     let (command, entry) = (&batch.command, batch.entry);
     let name = command.arg0.as_deref().unwrap_or(command.program.as_os_str());
-    let argv = iter::once(name).chain(command.args.iter().map(OsString::as_os_str));
+    let args: Vec<_> = (command.args.iter())
+        .map(|arg| argument_of(command, arg, worker.local_rank))
+        .collect();
+    let argv = iter::once(name).chain(args.iter().map(AsRef::as_ref));
     let image = Image::new(&command.program, argv, &worker.env)?;
     let nothing = if worker.has_stdin {
         None
@@ -228,6 +242,7 @@ mod tests {
                 args: Vec::new(),
                 display_name: "x".into(),
                 agent_store: false,
+                macros: false,
                 native: false,
             },
             workers: vec![WorkerSpec {

@@ -235,6 +235,7 @@ impl Launch {
                 display_name: "the program".into(),
                 native: self.native,
                 agent_store: self.agent_store,
+                macros: false,
             },
             progress_bar: self.progress_bar,
             output: OutputPlan {

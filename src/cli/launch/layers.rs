@@ -85,7 +85,7 @@ pub fn layers(
     }
     settings = settings.or(layer.settings);
     meet_at_master(&mut settings, &mut given);
-    warn_of_ignored(&settings);
+    warn_of_ignored(&settings, get_env);
     Ok((settings, given))
 }
 
@@ -158,7 +158,7 @@ fn is_same_host(a: &str, b: &str) -> bool {
 }
 
 /// Flags that are taken for the sake of torchrun's users, and change nothing.
-fn warn_of_ignored(settings: &Settings) {
+fn warn_of_ignored(settings: &Settings, get_env: &impl Fn(&str) -> Option<String>) {
     let ignored = [
         (settings.start_method.is_some(), "--start-method"),
         (settings.run_path == Some(true), "--run-path"),
@@ -169,6 +169,11 @@ fn warn_of_ignored(settings: &Settings) {
         eprintln!(
             "[ddp-run] ignored `--rdzv-conf {key}`: it has no effect here; known keys are {}",
             values::RDZV_CONF_KEYS
+        );
+    }
+    if get_env("TORCHELASTIC_ENABLE_FILE_TIMER").as_deref() == Some("1") {
+        eprintln!(
+            "[ddp-run] ignored `TORCHELASTIC_ENABLE_FILE_TIMER=1`: use heartbeats and `--hang-timeout` instead"
         );
     }
     for (_, flag) in ignored.iter().filter(|(given, _)| *given) {

@@ -6,7 +6,8 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 use ddp_launcher::{
-    AgreedValue, CoreSet, LaunchPlan, NodeRange, SignalPlan, Variable, environment_of, signal_name,
+    AgreedValue, CoreSet, LaunchPlan, NodeRange, SignalPlan, Variable, WorkerCommand, environment_of,
+    signal_name,
 };
 use ddp_proto::ids::NodeRank;
 use ddp_proto::utc;
@@ -135,6 +136,7 @@ pub fn resolve(
     };
     let log_dir = log_dir(&settings, out_dir, &output, new_logs)?;
     let native = target.kind == TargetKind::Native;
+    let of_torchrun = is_of_torchrun(&target, &settings);
     if alone && workers == 1 && !native && log_dir.is_none() {
         hand_over_terminal(&mut output, &mut signals);
     }
@@ -166,7 +168,11 @@ pub fn resolve(
         signals,
         cores,
         event_log: settings.event_log_handler.clone().and_then(|log| log.0),
-        command: target.command(exe, python, agent_store(&target, &settings, &get_env)),
+        command: WorkerCommand {
+            agent_store: of_torchrun && get_env(NO_AGENT_STORE).as_deref() != Some("1"),
+            macros: of_torchrun,
+            ..target.command(exe, python)
+        },
     };
     Ok(Launch {
         environment: environment_of(&plan, &get_env),
@@ -178,11 +184,10 @@ pub fn resolve(
     })
 }
 
-/// As with torchrun, the agent hosts the store of what Python runs, and of what `--no-python` runs, unless torchrun's own
-/// variable says that rank 0 does. Other programs have `MASTER_PORT` to themselves.
-fn agent_store(target: &Target, settings: &Settings, get_env: &impl Fn(&str) -> Option<String>) -> bool {
-    let is_python = matches!(target.kind, TargetKind::Python | TargetKind::Module);
-    (is_python || settings.no_python == Some(true)) && get_env(NO_AGENT_STORE).as_deref() != Some("1")
+/// Torchrun would run it too: what Python runs, and what `--no-python` runs. As with torchrun, the agent hosts its store
+/// and replaces macros in its arguments. Other programs run verbatim and have `MASTER_PORT` to themselves.
+fn is_of_torchrun(target: &Target, settings: &Settings) -> bool {
+    matches!(target.kind, TargetKind::Python | TargetKind::Module) || settings.no_python == Some(true)
 }
 
 /// A job, as all of its nodes must describe it.
@@ -439,6 +444,9 @@ mod tests {
         assert!(hosts(&["python3", "train.py"], &[("PET_NO_PYTHON", "1")]));
         assert!(!hosts(&["./server"], &[]), "it may bind MASTER_PORT itself");
         assert!(!hosts(&["-m", "train"], &[(NO_AGENT_STORE, "1")]));
+        let macros = |words: &[&str]| resolve_words(words, &[]).expect("valid").plan.command.macros;
+        assert!(macros(&["-m", "train"]) && macros(&["--no-python", "echo", "${local_rank}"]));
+        assert!(!macros(&["sh", "-c", "kill $$"]), "other programs run verbatim");
     }
 
     #[test]

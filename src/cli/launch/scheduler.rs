@@ -1,11 +1,13 @@
-//! What Slurm and Kubernetes say of a job: the layer that is asked last, where flags, variables and the YAML are
-//! silent.
+//! What a batch system, MPI or Kubernetes says of a job: the layer that is asked last, where flags, variables and the
+//! YAML are silent.
 //!
 //! | from | number of nodes | rank of the node | rendezvous | name |
 //! |---|---|---|---|---|
 //! | `srun`, one `ddp-run` a node | `SLURM_STEP_NUM_NODES` | `SLURM_NODEID`, else `SLURM_PROCID` | first of `SLURM_STEP_NODELIST`, a port that follows from the name | `SLURM_JOB_ID.SLURM_STEP_ID` |
 //! | Slurm, with `--rdzv-endpoint` | `SLURM_NNODES` | the same | | the same, if the step has exactly the job's nodes |
 //! | `srun` on one node | | | | `SLURM_JOB_ID.SLURM_STEP_ID`, if a run is continued in the folder of that name |
+//! | `mpirun`, one `ddp-run` a node | `OMPI_COMM_WORLD_SIZE` | `OMPI_COMM_WORLD_RANK` | first of `PBS_NODEFILE`, `LSB_MCPU_HOSTS`, `SLURM_JOB_NODELIST`, a port that follows from the name | `PMIX_NAMESPACE`, which each `mpirun` has anew |
+//! | another PMIx launcher, with `--nnodes` and `--rdzv-endpoint` | | `PMIX_RANK` | | |
 //! | an indexed Kubernetes job, with `--rdzv-endpoint` | | `JOB_COMPLETION_INDEX` | | |
 //!
 //! `SLURM_PROCID` is the number of a task, and that of its node only where each node has one.
@@ -23,6 +25,9 @@ const STEP_PORTS: std::ops::Range<u16> = 20_000..29_000;
 
 /// `SLURM_STEP_ID` of the shell that `salloc` starts on the first node, with `LaunchParameters=use_interactive_step`.
 const INTERACTIVE_STEP: &str = "4294967290";
+
+const MPI_SIZE: &str = "OMPI_COMM_WORLD_SIZE";
+const MPI_RANK: &str = "OMPI_COMM_WORLD_RANK";
 
 /// What the batch system says, and where.
 #[derive(Debug, Default)]
@@ -85,6 +90,10 @@ pub fn layer(
         }
         // Without a step it is an address for one node's own workers, as likely as not.
         (None, Some(_)) if in_step => of_known_meeting(&mut layer, upper, &get)?,
+        (None, None) if upper.nnodes.is_none_or(|nodes| nodes.max > 1) && is_of_mpirun(&get) => {
+            of_mpirun(&mut layer, &get)?;
+            meet_at_first_host(&mut layer, &get)?;
+        }
         (None, None) if upper.nnodes.is_none_or(|nodes| nodes.max > 1) => {
             of_srun(&mut layer, resumes_by_id, &get)?;
             layer.unused = unused_nodes(&get);
@@ -109,8 +118,14 @@ fn of_known_meeting(
     upper: &Settings,
     get: &impl Fn(&str) -> Option<String>,
 ) -> Result<(), CliError> {
+    if is_of_mpirun(get) {
+        return of_mpirun(layer, get);
+    }
     layer.set("nnodes", "SLURM_NNODES", get("SLURM_NNODES"))?;
     set_slurm_rank(layer, get)?;
+    if layer.settings.node_rank.is_none() && get("SLURM_NNODES").is_none() {
+        layer.set("node_rank", "PMIX_RANK", get("PMIX_RANK"))?;
+    }
     let step_nodes = get("SLURM_STEP_NUM_NODES").and_then(|count| count.parse().ok());
     let nodes = upper.nnodes.or(layer.settings.nnodes);
     // Any other step may be a part of a job only.
@@ -142,6 +157,66 @@ fn of_srun(
     let first = format!("{}:{port}", first_host(&list));
     layer.set("rdzv_endpoint", "SLURM_STEP_NODELIST", Some(first))?;
     layer.set("rdzv_id", "SLURM_JOB_ID", name)
+}
+
+/// Open MPI's `mpirun`, or `jsrun`, started several copies.
+fn is_of_mpirun(get: &impl Fn(&str) -> Option<String>) -> bool {
+    get(MPI_SIZE).is_some_and(|size| size != "1")
+}
+
+/// The copies that `mpirun` started are the nodes.
+fn of_mpirun(layer: &mut Layer, get: &impl Fn(&str) -> Option<String>) -> Result<(), CliError> {
+    if let Some(copies) = get("OMPI_COMM_WORLD_LOCAL_SIZE").filter(|copies| copies != "1") {
+        return Err(CliError::Conflict {
+            problem: format!("mpirun starts {copies} copies of ddp-run on this node, expected one per node"),
+            hint: "pass `-N 1` to mpirun: each ddp-run starts the workers of its node".to_owned(),
+        });
+    }
+    layer.set("nnodes", MPI_SIZE, get(MPI_SIZE))?;
+    layer.set("node_rank", MPI_RANK, get(MPI_RANK))
+}
+
+/// `mpirun` starts rank 0 on the first host of the batch system.
+fn meet_at_first_host(layer: &mut Layer, get: &impl Fn(&str) -> Option<String>) -> Result<(), CliError> {
+    let Some((variable, first)) = first_host_of_job(get) else {
+        return Err(CliError::Conflict {
+            problem: "mpirun does not say where rank 0 runs, and no batch system does".to_owned(),
+            hint: format!(
+                "give the address of rank 0's node on all nodes: `--rdzv-endpoint node0:{}`",
+                values::DEFAULT_PORT
+            ),
+        });
+    };
+    let namespace = get("PMIX_NAMESPACE").map(|namespace| format!("mpi-{}", as_job_id(&namespace)));
+    let port = namespace.as_deref().map_or(values::DEFAULT_PORT, port_of_step);
+    layer.set("rdzv_endpoint", variable, Some(format!("{first}:{port}")))?;
+    layer.set("rdzv_id", "PMIX_NAMESPACE", namespace)
+}
+
+fn first_host_of_job(get: &impl Fn(&str) -> Option<String>) -> Option<(&'static str, String)> {
+    let first_word = |text: &str| Some(text.split_whitespace().next()?.to_owned());
+    let node_file = || std::fs::read_to_string(get("PBS_NODEFILE")?).ok();
+    let in_file = || Some(("PBS_NODEFILE", first_word(&node_file()?)?));
+    // `host1 slots host2 slots`.
+    let of_lsf = || Some(("LSB_MCPU_HOSTS", first_word(&get("LSB_MCPU_HOSTS")?)?));
+    let of_slurm = || Some(("SLURM_JOB_NODELIST", first_host(&get("SLURM_JOB_NODELIST")?)));
+    in_file().or_else(of_lsf).or_else(of_slurm)
+}
+
+/// What the name of a job may contain, of the end of `name`, which differs most.
+fn as_job_id(name: &str) -> String {
+    let allowed = |c: char| {
+        if c.is_ascii_alphanumeric() || "._-@".contains(c) {
+            c
+        } else {
+            '_'
+        }
+    };
+    let end = name.len().saturating_sub(100);
+    name.char_indices()
+        .filter(|(at, _)| *at >= end)
+        .map(|(_, c)| allowed(c))
+        .collect()
 }
 
 /// An allocation of several nodes, and a `ddp-run` that no `srun` started: it runs on one of them.
@@ -354,6 +429,57 @@ mod tests {
         insta::assert_snapshot!(layer(&Settings::default(), false, eight_tasks).expect_err("too many"), @r"
         srun starts 24 copies of ddp-run on 3 nodes, expected one per node
           hint: pass `--ntasks-per-node=1` to srun: each ddp-run starts the workers of its node
+        ");
+    }
+
+    #[test]
+    fn copies_of_mpirun_need_no_flags_in_a_batch_system() {
+        let mpi = [
+            (MPI_SIZE, "4"),
+            (MPI_RANK, "3"),
+            ("OMPI_COMM_WORLD_LOCAL_SIZE", "1"),
+            ("PMIX_NAMESPACE", "prterun-a-17@1"),
+        ];
+        let with = |further: &[(&'static str, &'static str)]| [&mpi[..], further].concat();
+        let port = port_of_step("mpi-prterun-a-17@1");
+        let lsf = with(&[("LSB_MCPU_HOSTS", "a1 40 a2 40")]);
+        let found = (Some(4), Some(3), Some(format!("a1:{port}")));
+        assert_eq!(places(&Settings::default(), &lsf), found);
+        let slurm = with(&[("SLURM_JOB_NODELIST", "a[1-4]"), ("SLURM_STEP_NUM_NODES", "3")]);
+        assert_eq!(
+            places(&Settings::default(), &slurm),
+            found,
+            "mpirun's own step is another one"
+        );
+        let dir = tempfile::tempdir().expect("a directory");
+        let file = dir.path().join("nodes");
+        std::fs::write(&file, "a1\na1\na2\n").expect("written");
+        let pbs = [&mpi[..], &[("PBS_NODEFILE", file.to_str().expect("text"))]].concat();
+        assert_eq!(places(&Settings::default(), &pbs), found);
+        let at_node0 = Some("node0:29400".to_owned());
+        assert_eq!(places(&meeting(), &mpi), (Some(4), Some(3), at_node0.clone()));
+        assert_eq!(places(&meeting(), &[("PMIX_RANK", "0")]).1, Some(0));
+        assert_eq!(
+            places(&Settings::default(), &[(MPI_SIZE, "1")]),
+            (None, None, None)
+        );
+        let error_of = |vars: &[(&str, &str)]| {
+            let of = |name: &str| {
+                vars.iter()
+                    .find(|(n, _)| *n == name)
+                    .map(|(_, value)| (*value).to_owned())
+            };
+            layer(&Settings::default(), false, of)
+                .expect_err("refused")
+                .to_string()
+        };
+        insta::assert_snapshot!(error_of(&mpi), @r"
+        mpirun does not say where rank 0 runs, and no batch system does
+          hint: give the address of rank 0's node on all nodes: `--rdzv-endpoint node0:29400`
+        ");
+        insta::assert_snapshot!(error_of(&[(MPI_SIZE, "8"), ("OMPI_COMM_WORLD_LOCAL_SIZE", "2")]), @r"
+        mpirun starts 2 copies of ddp-run on this node, expected one per node
+          hint: pass `-N 1` to mpirun: each ddp-run starts the workers of its node
         ");
     }
 

@@ -163,9 +163,8 @@ impl Target {
         })
     }
 
-    /// The command of every worker. Scripts and modules are run by `python`; with `agent_store` the agent of node 0 hosts
-    /// PyTorch's store for them.
-    pub fn command(&self, exe: &SelfExe, python: PathBuf, agent_store: bool) -> WorkerCommand {
+    /// The command of every worker, verbatim and without PyTorch's store. Scripts and modules are run by `python`.
+    pub fn command(&self, exe: &SelfExe, python: PathBuf) -> WorkerCommand {
         let (program, arg0, args) = match self.kind {
             TargetKind::Native => {
                 let overrides = self
@@ -193,7 +192,8 @@ impl Target {
             args,
             display_name: self.display_name(),
             native: self.kind == TargetKind::Native,
-            agent_store,
+            agent_store: false,
+            macros: false,
         }
     }
 
@@ -267,7 +267,7 @@ mod tests {
     #[test]
     fn commands_of_the_kinds() {
         let exe = SelfExe::open().expect("proc is mounted");
-        let command = native("x: 1", &["train.steps=2"]).command(&exe, "python3".into(), false);
+        let command = native("x: 1", &["train.steps=2"]).command(&exe, "python3".into());
         assert!(command.native && command.program.starts_with("/proc/self/fd"));
         assert_eq!(
             command.args,
@@ -281,7 +281,7 @@ mod tests {
             overrides: vec![],
             yaml: None,
         };
-        let command = script.command(&exe, "/opt/python".into(), true);
+        let command = script.command(&exe, "/opt/python".into());
         assert_eq!(command.program, Path::new("/opt/python"));
         assert_eq!(command.args, ["-u", "t.py", "--lr"]);
         let module = Target {
@@ -290,7 +290,7 @@ mod tests {
             ..script
         };
         assert_eq!(
-            module.command(&exe, "python3".into(), false).args,
+            module.command(&exe, "python3".into()).args,
             ["-u", "-m", "pkg.train", "--lr"]
         );
     }
