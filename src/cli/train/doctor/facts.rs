@@ -6,7 +6,7 @@ use ddp_proto::cgroup::CgroupMembership;
 
 use super::gpus::{self, Described};
 use crate::cli::machine::hardware;
-use crate::cli::native::libraries::SearchPath;
+use crate::cli::native::libraries::library_folders;
 
 /// A reading of the machine.
 #[derive(Clone, Debug)]
@@ -61,7 +61,7 @@ impl Facts {
             driver_version: driver_version(&read("/proc/driver/nvidia/version")),
             cuda_visible_devices: std::env::var("CUDA_VISIBLE_DEVICES").ok(),
             described: gpus::ask(),
-            searched: SearchPath::of_process().existing(),
+            searched: library_folders(),
         }
     }
 }

@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use super::facts::Facts;
 use super::gpus::Described;
-use crate::cli::native::libraries::{LibraryKind, Newer, Version};
+use crate::cli::native::libraries::{LibraryError, LibraryKind, Version};
 
 /// Fewest open files that a node with 8 workers is comfortable with.
 const FEW_OPEN_FILES: u64 = 1024;
@@ -156,12 +156,16 @@ fn library_section(facts: &Facts, out: &mut String) {
                     Ok(version) => format!(", {version}"),
                     Err(_) => String::new(),
                 };
-                format!("{}{version} ({})", library.path.display(), library.reason)
+                format!("{}{version}", library.path.display())
             }
             Some(Err(_)) => "cannot be loaded".to_owned(),
             None => "not found".to_owned(),
         };
-        row(out, kind.stem(), &format!("{place}: {}", kind.purpose()));
+        row(
+            out,
+            kind.facts().stem,
+            &format!("{place}: {}", kind.facts().purpose),
+        );
     }
     let searched: Vec<_> = facts
         .searched
@@ -259,15 +263,15 @@ fn library_findings(facts: &Facts) -> Vec<Finding> {
     for (kind, library) in described.all() {
         match library {
             None => {
-                let problem = format!("`{}` not found ({})", kind.stem(), kind.purpose());
-                found.push(Finding::new(problem, kind.hint()));
+                let problem = format!("`{}` not found ({})", kind.facts().stem, kind.facts().purpose);
+                found.push(Finding::new(problem, kind.facts().hint));
             }
-            Some(Err(why)) => found.push(Finding::of(why, kind.hint())),
+            Some(Err(why)) => found.push(Finding::of(why, kind.facts().hint)),
             Some(Ok(library)) => match (&library.version, described.version(LibraryKind::Cuda)) {
-                (Err(why), _) => found.push(Finding::of(why, kind.hint())),
+                (Err(why), _) => found.push(Finding::of(why, kind.facts().hint)),
                 (Ok(version), Some(driver)) => {
-                    let newer = Newer::of(kind, &library.path, *version, driver);
-                    found.extend(newer.map(|newer| Finding::new(newer.to_string(), newer.hint())));
+                    let newer = LibraryError::newer(kind, &library.path, *version, driver);
+                    found.extend(newer.map(|newer| Finding::of(&newer.to_string(), "")));
                 }
                 (Ok(_), None) => {}
             },
@@ -279,7 +283,7 @@ fn library_findings(facts: &Facts) -> Vec<Finding> {
     {
         found.push(Finding::new(
             format!("NCCL {nccl} is older than {OLDEST_NCCL}, which several GPUs need"),
-            LibraryKind::Nccl.hint(),
+            LibraryKind::Nccl.facts().hint,
         ));
     }
     found
@@ -294,7 +298,6 @@ mod tests {
     use super::super::gpus::LoadedLibrary;
     use super::*;
     use crate::cli::native::cuda::GpuFacts;
-    use crate::cli::native::libraries::LibraryError;
 
     fn machine() -> Facts {
         Facts {
@@ -333,7 +336,6 @@ mod tests {
             };
             Some(Ok(LoadedLibrary {
                 path: format!("/x/{stem}.1").into(),
-                reason: "VIRTUAL_ENV".into(),
                 version: Ok(version),
             }))
         };
@@ -387,8 +389,8 @@ mod tests {
         let report = render(&facts);
         for part in [
             "device 0             A GPU, sm_90, 80.0 GiB, 132 multiprocessors, 227 KiB shared per block, PCI 0000:65:00.0",
-            "/x/libnvrtc.so.1, 13.0 (VIRTUAL_ENV): kernels compiled",
-            "/x/libcuda.so.1, for CUDA 12.8 (VIRTUAL_ENV): the driver",
+            "/x/libnvrtc.so.1, 13.0: kernels compiled",
+            "/x/libcuda.so.1, for CUDA 12.8: the driver",
         ] {
             assert!(report.contains(part), "{part} is not in\n{report}");
         }
@@ -444,7 +446,6 @@ mod tests {
         };
         described.libraries[0] = Some(Ok(LoadedLibrary {
             path: path.into(),
-            reason: "LD_LIBRARY_PATH".into(),
             version: Err("does not report its version".into()),
         }));
         facts.described = Some(described);
