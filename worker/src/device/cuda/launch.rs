@@ -9,6 +9,7 @@ use std::ffi::{CString, c_void};
 use std::ptr;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
+use std::time::Duration;
 
 use cudarc::driver::sys::{self, CUfunction_attribute as Attribute};
 use parking_lot::RwLock;
@@ -66,6 +67,8 @@ pub struct CudaOptions {
     pub tf32: bool,
     /// Where compiled kernels are kept.
     pub cache: KernelCache,
+    /// How long to wait from now on for memory that others hold: a driver returns that of killed processes late.
+    pub memory_patience: Duration,
 }
 
 /// A loaded kernel.
