@@ -13,6 +13,8 @@ pub const DAMAGED: u8 = 65;
 pub const DAEMON_UNREACHABLE: u8 = 69;
 /// The launcher itself failed: a bug, or the machine refused something essential.
 pub const INTERNAL: u8 = 70;
+/// This node cannot run its part of a native job any more: a GPU is gone.
+pub const NODE_UNFIT: u8 = 71;
 /// The folder of a native run is in use by another job.
 pub const FOLDER_IN_USE: u8 = 73;
 /// What a native run has come to, or what it needs to begin, does not go to its disk.

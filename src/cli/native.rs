@@ -315,6 +315,7 @@ fn exit_code(error: &TrainError) -> u8 {
     }
     let passing = match error {
         TrainError::NonFinite { .. } => return exit::DO_NOT_RESTART,
+        TrainError::NodeUnfit(_) => return exit::NODE_UNFIT,
         TrainError::Checkpoint(error) => return of_checkpoint(error),
         TrainError::RunFiles(error) => return of_run_files(error),
         // Training that was done is not done again for a disk that is as full as before; the configuration was right.

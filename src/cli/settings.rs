@@ -204,7 +204,7 @@ settings! {
     virtual_local_rank: bool = values::boolean => "CUDA_VISIBLE_DEVICES" "DDP_LOCAL_RANK",
 
     /// Bind each worker to cores near its GPU: all cores of its NUMA node, of its CPU socket, an exclusive share of the
-    /// NUMA node's cores, or the cores of one cache
+    /// NUMA node's cores, or the cores of one cache [default: node for native workers on GPUs]
     #[arg(value_name = "node|socket|exclusive|core-complex", help_heading = WORKERS, hide_short_help = true)]
     numa_binding: Binding = values::binding,
 

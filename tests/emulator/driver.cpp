@@ -306,6 +306,12 @@ API void emulatorCollective() {
     of.collectives = true;
 }
 
+// For the emulated NCCL: a communicator's buffers.
+API void emulatorTake(size_t bytes) {
+    std::lock_guard lock(driver().mutex);
+    driver().used[current_device] += bytes;
+}
+
 // Memory.
 
 API Result cuMemAlloc_v2(Address *address, size_t bytes) {

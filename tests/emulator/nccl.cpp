@@ -265,6 +265,7 @@ API Result ncclCommInitRankConfig(Handle *made, int size, Id id, int rank, Confi
     }
     const auto comm = std::make_shared<Comm>(rank, size, blocks, gpu, std::move(hub));
     *made = world.add(comm);
+    Driver::get().take(5 << 20);
     const Result result = comm->start(id, blocks);
     if (result != SUCCESS && result != IN_PROGRESS) {
         world.take(*made);

@@ -38,6 +38,8 @@ class Driver {
     int (*launch_host_function)(Handle, HostFunction, void *);
     // Not CUDA's: the emulated driver counts what comes after.
     void (*note_collective)();
+    // Nor this.
+    void (*take)(size_t);
 
     static const Driver &get() {
         static const Driver *const only = new Driver;
@@ -79,6 +81,7 @@ class Driver {
         void *const library = dlopen("libcuda.so.1", RTLD_NOW);
         find(library, "cuLaunchHostFunc", launch_host_function);
         find(library, "emulatorCollective", note_collective);
+        find(library, "emulatorTake", take);
         find(library, "cuCtxGetCurrent", get_current);
         find(library, "cuCtxSetCurrent", set_current);
         find(library, "cuCtxGetDevice", get_device);

@@ -6,6 +6,7 @@
 #include <condition_variable>
 #include <cstdlib>
 #include <deque>
+#include <fstream>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -17,8 +18,14 @@
 
 namespace emulator {
 
+// `@FILE`: the number that the file holds now.
 inline uint64_t setting(const char *name, uint64_t otherwise) {
     const char *text = getenv(name);
+    if (text && *text == '@') {
+        uint64_t number = otherwise;
+        std::ifstream(text + 1) >> number;
+        return number;
+    }
     return text && *text ? strtoull(text, nullptr, 10) : otherwise;
 }
 

@@ -8,7 +8,7 @@ use std::process::{Command, Stdio};
 use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
 use nix::unistd::Pid;
 
-use crate::harness::{Finished, Launch, Program, launch, repository, temp_dir};
+use crate::harness::{Finished, Launch, Program, TinyJob, launch, repository, temp_dir};
 
 /// Says which cores the kernel lets it run on.
 const CORES: &str = r#"while read -r name value; do
@@ -145,8 +145,8 @@ impl Pretended {
         })
     }
 
-    /// Two workers on it that print their cores.
-    fn run(&self, flags: &[&str], visible: Option<&str>) -> Finished {
+    /// A launch of two workers on it.
+    fn run(&self, words: &[&str], visible: Option<&str>) -> Finished {
         let scratch = tempfile::tempdir_in(self.folder.path()).expect("a folder");
         let list = |node: usize| {
             let numbers: Vec<_> = self.nodes[node].iter().map(ToString::to_string).collect();
@@ -154,13 +154,7 @@ impl Pretended {
         };
         let script = repository("tests/it/numa/machine.sh").display().to_string();
         let launcher = [env!("CARGO_BIN_EXE_ddp-run"), "--nproc-per-node", "2"];
-        let words = [
-            &["-rm", "bash", &script],
-            &launcher[..],
-            flags,
-            &["sh", "-c", CORES],
-        ]
-        .concat();
+        let words = [&["-rm", "bash", &script], &launcher[..], words].concat();
         let mut program = Program::new("unshare")
             .args(words)
             .env("SCRATCH", scratch.path())
@@ -189,15 +183,37 @@ fn workers_run_where_the_gpus_are_that_cuda_gives_them() {
         (Some("MIG-1,MIG-0"), alone, [first, second]),
         (Some("MIG-0,MIG-1"), alone, [second, first]),
     ] {
-        let finished = machine.run(&[&["--numa-binding", "node"], flags].concat(), visible);
+        let words = [&["--numa-binding", "node"], flags, &["sh", "-c", CORES]].concat();
+        let finished = machine.run(&words, visible);
         finished.expect_exit(0);
         let found = [cores_of(&finished, 0), cores_of(&finished, 1)];
         assert_eq!([&found[0], &found[1]], expected, "{visible:?} {flags:?}");
         assert_eq!(finished.stderr(), "", "there is no doubt");
     }
     // Without `--virtual-local-rank` both workers would see the first MIG device, and only that.
-    let finished = machine.run(&["--numa-binding", "node"], Some("MIG-0,MIG-1"));
+    let words = ["--numa-binding", "node", "sh", "-c", CORES];
+    let finished = machine.run(&words, Some("MIG-0,MIG-1"));
     finished
         .expect_exit(0)
         .expect_stderr("`--numa-binding`: the driver reports 1 GPU for 2 workers");
+}
+
+#[test]
+fn native_workers_on_gpus_are_bound_unless_asked_otherwise() {
+    let Some(machine) = Pretended::new() else {
+        eprintln!("SKIPPED: this machine has one core, or does not let us pretend that it has GPUs");
+        return;
+    };
+    let job = TinyJob::new();
+    let file = job.dir().join("tiny.yaml").display().to_string();
+    let bound = |words: &[&str]| {
+        let finished = machine.run(&[&["--dry-run", &file], words].concat(), None);
+        finished
+            .expect_exit(0)
+            .stdout()
+            .iter()
+            .any(|line| line.contains("numa_binding") && line.contains("0: "))
+    };
+    assert!(bound(&[]));
+    assert!(!bound(&["--set", "parallel.backend=cpu"]));
 }

@@ -2,8 +2,10 @@
 
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
+use std::net::IpAddr;
 
 use ddp_proto::env::{DDP_JOB_MARKER, DDP_LOCAL_RANK, DDP_PROGRESS, SCRUBBED, WorkerEnv};
+use nix::ifaddrs::getifaddrs;
 
 use crate::cgroup::usable_cores;
 use crate::plan::LaunchPlan;
@@ -14,6 +16,8 @@ const VISIBLE_DEVICES: &str = "CUDA_VISIBLE_DEVICES";
 const HIP_VISIBLE_DEVICES: &str = "HIP_VISIBLE_DEVICES";
 /// Hardware queues of a GPU. With the 8 of the default, a stream that waits for another rank can hold up one that computes.
 const MAX_CONNECTIONS: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
+/// Where NCCL finds other nodes. By itself it takes the first interface that is up.
+const NCCL_INTERFACE: &str = "NCCL_SOCKET_IFNAME";
 const ASYNC_ERROR_HANDLING: &str = "TORCH_NCCL_ASYNC_ERROR_HANDLING";
 
 /// What all workers of one launcher have in common.
@@ -27,6 +31,8 @@ pub(crate) struct Common<'a> {
     pub(crate) threads: usize,
     /// They are `ddp-train`.
     pub(crate) native: bool,
+    /// Address of this node in a job of several.
+    pub(crate) node_addr: Option<&'a str>,
     /// The launcher draws a progress bar.
     pub(crate) progress_bar: bool,
     /// Every worker is local rank 0 and sees its own GPU only.
@@ -40,6 +46,7 @@ impl<'a> Common<'a> {
             marker,
             threads: threads_per_worker(plan.workers),
             native: plan.command.native,
+            node_addr: None,
             progress_bar: plan.progress_bar,
             virtual_local_rank: plan.virtual_local_rank,
         }
@@ -53,6 +60,9 @@ pub(crate) fn of_worker(common: &Common<'_>, contract: &WorkerEnv) -> Vec<(OsStr
     env.insert(ASYNC_ERROR_HANDLING.into(), "1".into());
     if common.native {
         env.insert(MAX_CONNECTIONS.into(), "32".into());
+        if let Some(interface) = common.node_addr.and_then(interface_of) {
+            env.insert(NCCL_INTERFACE.into(), format!("={interface}").into());
+        }
     }
     let inherited = common.inherited.iter().filter(|(name, _)| !is_scrubbed(name));
     env.extend(inherited.cloned());
@@ -83,6 +93,17 @@ pub(crate) fn of_worker(common: &Common<'_>, contract: &WorkerEnv) -> Vec<(OsStr
         env.insert(DDP_LOCAL_RANK.into(), contract.local_rank.to_string().into());
     }
     env.into_iter().collect()
+}
+
+/// The network interface that has this address.
+fn interface_of(address: &str) -> Option<String> {
+    let wanted: IpAddr = address.trim_matches(['[', ']']).parse().ok()?;
+    let found = getifaddrs().ok()?.find(|interface| {
+        let address = interface.address.as_ref();
+        let v4 = address.and_then(|at| Some(IpAddr::from(at.as_sockaddr_in()?.ip())));
+        v4.or_else(|| Some(IpAddr::from(address?.as_sockaddr_in6()?.ip()))) == Some(wanted)
+    });
+    found.map(|interface| interface.interface_name)
 }
 
 /// The one device of a worker, out of those that are visible to all; a rank beyond the list sees none.
@@ -120,6 +141,7 @@ mod tests {
             marker: "outer/me",
             threads: 3,
             native: true,
+            node_addr: Some("127.0.0.1"),
             progress_bar: false,
             virtual_local_rank: inherited.iter().any(|(name, _)| name == "HIP_VISIBLE_DEVICES"),
         };
@@ -149,6 +171,8 @@ mod tests {
         assert_eq!(env[OMP_NUM_THREADS], "16");
         assert_eq!(env[MAX_CONNECTIONS], "32");
         assert_eq!(env_of(&[(MAX_CONNECTIONS, "1")])[MAX_CONNECTIONS], "1");
+        assert_eq!(env[NCCL_INTERFACE], "=lo", "that of the node's address");
+        assert_eq!(env_of(&[(NCCL_INTERFACE, "ib0")])[NCCL_INTERFACE], "ib0");
         assert_eq!(env[ASYNC_ERROR_HANDLING], "1");
         let env = env_of(&[(ASYNC_ERROR_HANDLING, "3")]);
         assert_eq!(

@@ -124,10 +124,12 @@ fn rows(launch: &Launch) -> Vec<(&'static str, String)> {
         ("role", plan.role.clone()),
         ("log_dir", log_dir.unwrap_or_else(|| "no log files".into())),
     ];
+    if !plan.cores.is_empty() {
+        rows.push(("numa_binding", cores(plan)));
+    }
     for Given { name, words, .. } in &launch.given {
         if rows.iter().all(|(shown, _)| shown != name) {
             let value = match *name {
-                "numa_binding" => cores(plan),
                 "rdzv_conf" => conf(launch),
                 _ => shown_value(name, words).into_owned(),
             };

@@ -20,7 +20,7 @@ use super::output::{NewLogs, hand_over_terminal, log_dir, output_plan};
 use super::target::{SelfExe, Target, TargetKind, python};
 use crate::cli::error::CliError;
 use crate::cli::machine::hardware::{Hardware, NoGpus, machine_cores, usable_cores};
-use crate::cli::machine::numa::bind;
+use crate::cli::machine::numa::{Binding, bind};
 use crate::cli::machine::topology::Topology;
 use crate::cli::native::{self, Backend, Validated};
 use crate::cli::settings::Settings;
@@ -261,7 +261,7 @@ fn places(settings: &Settings, config: Option<&Validated>) -> Result<(u32, Vec<C
             eprintln!("[ddp-run] {line}");
         }
     }
-    Ok((workers, cores(settings, workers, &hardware)?))
+    Ok((workers, cores(settings, config, workers, &hardware)?))
 }
 
 /// A message where workers share the `cores` that this process may use: native workers that compute on them, or any
@@ -283,9 +283,18 @@ fn crowding(computes_here: bool, workers: u32, cores: u32, machine: u32) -> Opti
     })
 }
 
-/// The cores of each worker; none where they are not bound. What may make the binding a bad one is said once.
-fn cores(settings: &Settings, workers: u32, hardware: &Hardware) -> Result<Vec<CoreSet>, CliError> {
-    let Some(binding) = settings.numa_binding else {
+/// The cores of each worker; none where they are not bound. Native workers on GPUs are bound to the node of theirs. What
+/// may make a binding that was asked for a bad one is said once.
+fn cores(
+    settings: &Settings,
+    config: Option<&Validated>,
+    workers: u32,
+    hardware: &Hardware,
+) -> Result<Vec<CoreSet>, CliError> {
+    let may_use_gpus = config.is_some_and(|config| config.backend() != Backend::Cpu);
+    let by_default = || (may_use_gpus && hardware.gpus().is_ok()).then_some(Binding::Node);
+    let is_asked_for = settings.numa_binding.is_some();
+    let Some(binding) = settings.numa_binding.or_else(by_default) else {
         return Ok(Vec::new());
     };
     let seen = if settings.virtual_local_rank == Some(true) {
@@ -298,11 +307,14 @@ fn cores(settings: &Settings, workers: u32, hardware: &Hardware) -> Result<Vec<C
         Err(NoGpus::Absent(_)) => (Vec::new(), None),
         Err(NoGpus::Driver(why)) => (Vec::new(), Some(format!("workers are not bound by GPU: {why}"))),
     };
-    let bound = bind(binding, workers, &Topology::read(&gpus)).map_err(|problem| CliError::Conflict {
-        problem: format!("`--numa-binding`: {problem}"),
-        hint: "start fewer workers, or omit the flag".to_owned(),
-    })?;
-    if let Some(doubt) = unseen.or(bound.doubt) {
+    let bound = match bind(binding, workers, &Topology::read(&gpus)) {
+        Err(_) if !is_asked_for => return Ok(Vec::new()),
+        bound => bound.map_err(|problem| CliError::Conflict {
+            problem: format!("`--numa-binding`: {problem}"),
+            hint: "start fewer workers, or omit the flag".to_owned(),
+        })?,
+    };
+    if let Some(doubt) = unseen.or(bound.doubt).filter(|_| is_asked_for) {
         eprintln!("[ddp-run] `--numa-binding`: {doubt}");
     }
     Ok(bound.cores)

@@ -46,7 +46,11 @@ impl InferenceError {
 /// Opens the first GPU, or the CPU with this many threads. `is_gpu` selects one of them; without it,
 /// a GPU is used if the driver reports one.
 pub fn open_device(is_gpu: Option<bool>, threads: usize) -> Result<Arc<dyn Device>, InferenceError> {
-    let is_gpu = is_gpu.unwrap_or_else(|| count_devices().is_ok_and(|gpus| gpus > 0));
+    let has_gpus = || match count_devices() {
+        Err(error) if error.is_absence() => Ok(false),
+        counted => counted.map(|gpus| gpus > 0),
+    };
+    let is_gpu = is_gpu.map_or_else(has_gpus, Ok)?;
     if !is_gpu {
         return Ok(Arc::new(CpuDevice::new(threads)?));
     }

@@ -11,7 +11,7 @@ use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
-use super::discovery::{Candidate, LibraryKind, Newer, SearchPath, Version};
+use super::discovery::{LibraryKind, Version, candidates, library_folders};
 
 /// An opened library. It is never closed: its functions are kept as plain pointers, and those of CUDA start
 /// threads of their own. Clones are the same one.
@@ -19,7 +19,6 @@ use super::discovery::{Candidate, LibraryKind, Newer, SearchPath, Version};
 pub struct Library {
     kind: LibraryKind,
     path: PathBuf,
-    reason: &'static str,
     handle: &'static libloading::Library,
 }
 
@@ -34,42 +33,41 @@ pub fn exit_at_once(code: u8) -> ! {
 impl Library {
     /// The first library of this kind on the search path of this process that can be opened.
     pub fn open(kind: LibraryKind) -> Result<Self, LibraryError> {
-        let path = SearchPath::of_process();
-        let driver = kind.follows_cuda().then(cuda_of_driver).flatten();
+        let driver = if kind == LibraryKind::Cuda {
+            None
+        } else {
+            cuda_of_driver()
+        };
+        let searched = library_folders();
         let (mut refused, mut loader) = (None, String::new());
-        for candidate in path.candidates(kind, driver) {
-            match Self::open_at(kind, &candidate) {
+        for path in candidates(kind, &searched, driver) {
+            match Self::open_at(kind, &path) {
                 Ok(library) => return Ok(library),
-                Err(error) if candidate.is_bare_name() => loader = words(&error),
+                Err(error) if path.is_relative() => loader = words(&error),
                 Err(error) => {
-                    refused.get_or_insert_with(|| LibraryError::Unusable {
-                        kind,
-                        path: candidate.file,
-                        problem: format!("cannot be loaded: {}", words(&error)),
-                    });
+                    let problem = format!("cannot be loaded: {}", words(&error));
+                    refused.get_or_insert(LibraryError::Unusable { kind, path, problem });
                 }
             }
         }
-        Err(refused.unwrap_or_else(|| LibraryError::NotFound {
+        Err(refused.unwrap_or(LibraryError::NotFound {
             kind,
-            searched: path.existing(),
+            searched,
             loader,
         }))
     }
 
-    fn open_at(kind: LibraryKind, candidate: &Candidate) -> Result<Self, libloading::Error> {
+    fn open_at(kind: LibraryKind, file: &Path) -> Result<Self, libloading::Error> {
         // SAFETY: opening runs the library's initialisers. The file has the name of a library of NVIDIA's, whose
         // initialisers may run in any thread at any time.
-        let library = unsafe { libloading::Library::new(&candidate.file) }?;
+        let library = unsafe { libloading::Library::new(file) }?;
+        let handle = Box::leak(Box::new(library));
         let mut opened = Self {
             kind,
-            path: candidate.file.clone(),
-            reason: candidate.reason,
-            handle: Box::leak(Box::new(library)),
+            path: file.to_owned(),
+            handle,
         };
-        if let Some(path) = opened.loaded_file().filter(|_| candidate.is_bare_name()) {
-            opened.path = path;
-        }
+        opened.path = opened.loaded_file().unwrap_or(opened.path);
         Ok(opened)
     }
 
@@ -81,7 +79,7 @@ impl Library {
         let name = unsafe {
             let function = self
                 .handle
-                .get::<*const c_void>(self.kind.version_function())
+                .get::<*const c_void>(self.kind.facts().version_function)
                 .ok()?;
             if libc::dladdr(*function, info.as_mut_ptr()) == 0 || info.assume_init_ref().dli_fname.is_null() {
                 return None;
@@ -91,18 +89,13 @@ impl Library {
         Some(OsStr::from_bytes(name.to_bytes()).into())
     }
 
-    /// Why its file was tried: `LD_LIBRARY_PATH`.
-    pub const fn reason(&self) -> &'static str {
-        self.reason
-    }
-
     /// Its own version; of the driver, the CUDA that it is for.
     pub fn version(&self) -> Result<Version, LibraryError> {
         type Writes = unsafe extern "C" fn(*mut c_int) -> c_int;
         type WritesTwo = unsafe extern "C" fn(*mut c_int, *mut c_int) -> c_int;
         type Returns = unsafe extern "C" fn() -> usize;
         let (mut first, mut second) = (0, 0);
-        let name = self.kind.version_function();
+        let name = self.kind.facts().version_function;
         // SAFETY: the signatures are those of the libraries' public headers; the functions have no conditions but
         // room for one integer at each address.
         let outcome = unsafe {
@@ -140,11 +133,8 @@ impl Library {
     }
 
     /// Set, by its own version, if the driver of this process is too old for it.
-    pub fn newer_than_driver(&self) -> Option<Newer> {
-        if !self.kind.follows_cuda() {
-            return None;
-        }
-        Newer::of(self.kind, &self.path, self.version().ok()?, cuda_of_driver()?)
+    pub fn newer_than_driver(&self) -> Option<LibraryError> {
+        LibraryError::newer(self.kind, &self.path, self.version().ok()?, cuda_of_driver()?)
     }
 
     /// The file.
@@ -229,7 +219,7 @@ pub enum LibraryError {
     /// No file of that name in any of the folders, and none that the dynamic loader finds.
     #[error(
         "`{}` not found; it is needed for {}; searched {}; the dynamic loader: {loader}\n  hint: {}",
-        kind.stem(), kind.purpose(), list(searched), kind.hint()
+        kind.facts().stem, kind.facts().purpose, list(searched), kind.facts().hint
     )]
     NotFound {
         /// What was looked for.
@@ -240,7 +230,7 @@ pub enum LibraryError {
         loader: String,
     },
     /// The dynamic loader refuses the file, it lacks a function, or it does not do what is asked of it.
-    #[error("`{}` {problem}\n  hint: {}", path.display(), kind.hint())]
+    #[error("`{}` {problem}\n  hint: {}", path.display(), kind.facts().hint)]
     Unusable {
         /// What it is.
         kind: LibraryKind,
@@ -259,11 +249,38 @@ pub enum LibraryError {
         path: PathBuf,
     },
     /// The driver cannot run it.
-    #[error("{0}\n  hint: {hint}", hint = .0.hint())]
-    Newer(Newer),
+    #[error(
+        "`{}` ({} {version}) is newer than the driver, which supports CUDA {driver}\n  hint: `pip install {package}` in an \
+         active Python environment, or a driver for CUDA {}",
+        path.display(), kind.facts().name, version.major
+    )]
+    Newer {
+        /// What it is.
+        kind: LibraryKind,
+        /// The file.
+        path: PathBuf,
+        /// Its own version.
+        version: Version,
+        /// The CUDA that the driver is for.
+        driver: Version,
+        /// One that the driver runs.
+        package: String,
+    },
 }
 
 impl LibraryError {
+    /// None where the driver can run the library.
+    pub fn newer(kind: LibraryKind, path: &Path, version: Version, driver: Version) -> Option<Self> {
+        let (package, path) = (kind.older_package(version, driver)?, path.to_owned());
+        Some(Self::Newer {
+            kind,
+            path,
+            version,
+            driver,
+            package,
+        })
+    }
+
     /// True if there is no such file: nothing is broken.
     pub const fn is_absence(&self) -> bool {
         matches!(self, Self::NotFound { .. })
@@ -275,7 +292,7 @@ fn way_to_the_driver(stub: &Path) -> String {
     format!(
         "remove `{}` from LD_LIBRARY_PATH, and {}; `ldconfig -p | grep libcuda` shows where the driver's library is",
         stub.parent().unwrap_or(stub).display(),
-        LibraryKind::Cuda.hint()
+        LibraryKind::Cuda.facts().hint
     )
 }
 
@@ -327,11 +344,7 @@ mod tests {
             .lines()
             .filter_map(|line| line.split_whitespace().nth(5))
             .find(|path| path.contains("/libc.so") || path.contains("/libc-") || path.contains("/ld-musl"));
-        let candidate = Candidate {
-            file: path.expect("a C library").into(),
-            reason: "a test",
-        };
-        Library::open_at(LibraryKind::Nvrtc, &candidate).unwrap()
+        Library::open_at(LibraryKind::Nvrtc, Path::new(path.expect("a C library"))).unwrap()
     }
 
     #[test]
@@ -349,7 +362,7 @@ mod tests {
         let expected = format!(
             "`{}` has no function `no_such_function`: it is too old, or a different library of that name\n  hint: {}",
             library.path().display(),
-            LibraryKind::Nvrtc.hint()
+            LibraryKind::Nvrtc.facts().hint
         );
         assert_eq!(error.to_string(), expected);
     }

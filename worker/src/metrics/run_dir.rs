@@ -19,6 +19,9 @@ const VISIBILITY_POLL: Duration = Duration::from_millis(50);
 /// A job that has just been killed, or a launcher that looks at the folder, is gone by then.
 const HOLDER_PATIENCE: Duration = Duration::from_secs(3);
 
+/// The table before the first step.
+const STARTUP: &str = "startup.txt";
+
 /// By these names a folder is known to hold a run.
 const MARKS: &[&str] = &["checkpoints", "metrics.jsonl", "summary.json"];
 
@@ -130,6 +133,13 @@ impl RunDir {
         )
     }
 
+    /// The device that the last life of the run in this folder trained on, as its start-up table has it. Touches nothing.
+    pub fn last_device(run: &Run, run_id: &str) -> Option<String> {
+        let table = fs::read_to_string(Self::resolve(run, run_id).join(STARTUP)).ok()?;
+        let device = table.lines().find_map(|line| line.strip_prefix("device "))?;
+        Some(device.trim().to_owned())
+    }
+
     /// Opens the folder on every rank: rank 0 prepares it and decides where the run begins; the others check
     /// that they see the same folder. All ranks return the step of the same checkpoint to continue from, `None` if the run
     /// begins at step 0, or an error.
@@ -171,16 +181,12 @@ impl RunDir {
     /// it has not written them. They are for people: a full disk does not matter.
     #[must_use]
     pub fn exchange_startup(&self, lines: &[String]) -> Option<Vec<String>> {
-        let path = self.startup();
+        let path = self.path.join(STARTUP);
         let before = fs::read_to_string(&path).ok();
         let _ = replace_file(&path, (lines.join("\n") + "\n").as_bytes());
         let before = before?;
         let is_new = |line: &&String| before.lines().all(|known| known != *line);
         Some(lines.iter().filter(is_new).cloned().collect())
-    }
-
-    fn startup(&self) -> PathBuf {
-        self.path.join("startup.txt")
     }
 
     fn lead(&mut self, request: Request<'_>, store: &dyn KeyValue) -> Result<Option<u64>, RunFilesError> {
@@ -352,7 +358,7 @@ impl RunDir {
         checkpoint::delete_all(&self.path)?;
         TimelineFiles::of_run(&self.path).delete()?;
         EventFile::delete_all(&self.path)?;
-        delete_file(&self.startup())?;
+        delete_file(&self.path.join(STARTUP))?;
         delete_file(&self.metrics())?;
         delete_file(&self.summary())
     }

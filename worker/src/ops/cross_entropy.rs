@@ -389,8 +389,8 @@ static SOURCE: KernelSource = kernels("cross_entropy.cu", include_str!("cuda/cro
 
 fn defines(act: &'static str, threads: u32) -> Vec<Define> {
     vec![
-        Define::word("ACT", act),
-        Define::number("ROW_THREADS", i64::from(threads)),
+        Define::Word("ACT", act),
+        Define::Number("ROW_THREADS", i64::from(threads)),
     ]
 }
 

@@ -102,8 +102,8 @@ static CAST_SOURCE: KernelSource = kernels("cast.cu", include_str!("cuda/cast.cu
 
 fn cast_defines(from: &'static str, to: &'static str, width: usize) -> Vec<Define> {
     vec![
-        Define::word("FROM", from),
-        Define::word("TO", to),
+        Define::Word("FROM", from),
+        Define::Word("TO", to),
         vec_define(width),
     ]
 }

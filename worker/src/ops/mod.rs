@@ -45,6 +45,7 @@ mod row_norm;
 mod swiglu;
 mod update;
 
+pub(crate) use attention::has_tensor_kernels;
 pub use attention::{
     AttentionBackward, AttentionDecode, AttentionForward, AttentionShape, Rotary, RotaryEmbedding,
 };

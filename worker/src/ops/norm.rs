@@ -198,5 +198,5 @@ const SCALE_THREADS: u32 = 1024;
 static SOURCE: KernelSource = kernels("norm.cu", include_str!("cuda/norm.cu"));
 
 fn defines(grad: &'static str, width: usize) -> Vec<Define> {
-    vec![Define::word("GRAD", grad), vec_define(width)]
+    vec![Define::Word("GRAD", grad), vec_define(width)]
 }

@@ -437,11 +437,11 @@ impl RowThreads {
 
     fn defines(&self, act: &'static str, centered: bool) -> Vec<Define> {
         vec![
-            Define::number("CENTERED", i64::from(centered)),
-            Define::word("ACT", act),
+            Define::Number("CENTERED", i64::from(centered)),
+            Define::Word("ACT", act),
             vec_define(self.width),
-            Define::number("CHANNELS", self.channels as i64),
-            Define::number("ROW_THREADS", self.threads as i64),
+            Define::Number("CHANNELS", self.channels as i64),
+            Define::Number("ROW_THREADS", self.threads as i64),
         ]
     }
 }

@@ -427,12 +427,12 @@ impl Update {
 
 fn defines(grad: &'static str, copy: bool, slots: usize, width: usize) -> Vec<Define> {
     vec![
-        Define::word("GRAD", grad),
-        Define::number("COPY", i64::from(copy)),
-        Define::number("SLOTS", slots as i64),
-        Define::number("RUNS", MAX_RUNS as i64),
-        Define::number("RATES", MAX_RATES as i64),
-        Define::number("CONSTANTS", MAX_CONSTANTS as i64),
+        Define::Word("GRAD", grad),
+        Define::Number("COPY", i64::from(copy)),
+        Define::Number("SLOTS", slots as i64),
+        Define::Number("RUNS", MAX_RUNS as i64),
+        Define::Number("RATES", MAX_RATES as i64),
+        Define::Number("CONSTANTS", MAX_CONSTANTS as i64),
         vec_define(width),
     ]
 }

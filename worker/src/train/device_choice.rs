@@ -1,15 +1,18 @@
 //! Which device this rank trains on.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use ddp_proto::words::counted;
 
 use super::TrainError;
+use super::setup::is_restarted;
 use crate::collective::nccl::Nccl;
 use crate::config::{Backend, Precision, TrainConfig};
-use crate::device::cuda::{CudaDevice, CudaOptions, KernelCache, count_devices};
+use crate::device::cuda::{CudaDevice, CudaOptions, GpuFacts, KernelCache, count_devices};
 use crate::device::{CpuDevice, Device, DeviceError};
 use crate::libraries::Version;
+use crate::metrics::RunDir;
 use crate::session::Session;
 
 /// With this variable NCCL lets several ranks share a GPU, and so do we.
@@ -17,6 +20,9 @@ const SHARE_GPUS: &str = "NCCL_MULTI_RANK_GPU_ENABLE";
 
 /// Ranks that name different hosts may share a GPU with any NCCL.
 const HOST_NAME: &str = "NCCL_HOSTID";
+
+/// Longest wait for the memory of the workers of the last generation.
+const MEMORY_PATIENCE: Duration = Duration::from_mins(1);
 
 /// Where a rank computes.
 pub(super) enum Choice {
@@ -37,6 +43,8 @@ struct Situation {
     local_rank: usize,
     local_world_size: usize,
     sharing: GpuSharing,
+    /// What the run trained on before, if it goes on, as its folder says.
+    before: Option<String>,
 }
 
 /// Whether ranks may share a GPU.
@@ -84,6 +92,13 @@ impl Situation {
         match (is_wanted, self.precision) {
             (true, _) if gpus == 0 => return Err(self.needs_gpu("parallel.backend: nccl")),
             (true, _) => {}
+            (false, _) if self.backend == Backend::Auto && self.was_on_gpus() => {
+                return Err(TrainError::Refused(format!(
+                    "this run has trained on {}, but this node has no GPU: {}; `parallel.backend: cpu` continues it without GPUs",
+                    self.before.as_deref().unwrap_or_default(),
+                    self.no_gpu()
+                )));
+            }
             (false, Precision::Tf32) => return Err(self.needs_gpu("train.precision: tf32")),
             (false, Precision::F32 | Precision::Bf16) => return Ok(Choice::Cpu),
         }
@@ -103,21 +118,37 @@ impl Situation {
     }
 
     fn needs_gpu(&self, key: &str) -> TrainError {
-        let why = match (self.backend, &self.gpus) {
-            (Backend::Cpu, _) => "`parallel.backend` is `cpu`".to_owned(),
-            (_, Ok(_)) => "the driver reports no GPU\n  hint: check `nvidia-smi`".to_owned(),
-            (_, Err(error)) => error.to_string(),
+        let why = match self.backend {
+            Backend::Cpu => "`parallel.backend` is `cpu`".to_owned(),
+            Backend::Auto | Backend::Nccl => self.no_gpu(),
         };
         TrainError::Refused(format!("`{key}` needs a GPU: {why}"))
+    }
+
+    fn no_gpu(&self) -> String {
+        match &self.gpus {
+            Ok(_) => {
+                "the driver reports no GPU\n  hint: check `nvidia-smi` and CUDA_VISIBLE_DEVICES".to_owned()
+            }
+            Err(error) => error.to_string(),
+        }
+    }
+
+    fn was_on_gpus(&self) -> bool {
+        self.before
+            .as_ref()
+            .is_some_and(|device| device.starts_with("cuda:"))
     }
 }
 
 impl Choice {
-    /// The choice for this rank; `given` is the caller's device.
+    /// The choice for this rank; `given` is the caller's device, and the run in the folder goes on if it `continues`. What
+    /// a node lacks after the first generation is the node's failure, not the job's.
     pub(super) fn of(
         config: &TrainConfig,
         session: &Session,
         given: Option<Arc<dyn Device>>,
+        continues: bool,
     ) -> Result<Self, TrainError> {
         if let Some(device) = given {
             return Ok(Self::Given(device));
@@ -143,8 +174,16 @@ impl Choice {
             local_rank: env.local_rank.get() as usize,
             local_world_size: env.local_world_size as usize,
             sharing,
+            before: (continues.then(|| RunDir::last_device(&config.run, &env.run_id))).flatten(),
         };
-        situation.decide()
+        let choice = situation.decide().map_err(|error| match error {
+            TrainError::Refused(words) if is_restarted(env) => TrainError::NodeUnfit(words),
+            error => error,
+        })?;
+        if let Self::Gpu(ordinal) = choice {
+            check_mig(&GpuFacts::of(ordinal)?.name, env.world_size.get())?;
+        }
+        Ok(choice)
     }
 
     /// Kind of device, which all ranks must have in common.
@@ -157,7 +196,13 @@ impl Choice {
     }
 
     /// Opens the device, a CPU with so many threads.
-    pub(super) fn open(self, config: &TrainConfig, threads: usize) -> Result<Arc<dyn Device>, TrainError> {
+    pub(super) fn open(
+        self,
+        config: &TrainConfig,
+        session: &Session,
+        threads: usize,
+    ) -> Result<Arc<dyn Device>, TrainError> {
+        let was_killed = is_restarted(session.env());
         Ok(match self {
             Self::Given(device) => device,
             Self::Cpu => Arc::new(CpuDevice::new(threads)?),
@@ -165,9 +210,24 @@ impl Choice {
                 ordinal,
                 tf32: config.train.precision == Precision::Tf32,
                 cache: KernelCache::of_user(),
+                memory_patience: if was_killed {
+                    MEMORY_PATIENCE
+                } else {
+                    Duration::ZERO
+                },
             })?),
         })
     }
+}
+
+/// NCCL has no way between the parts of a GPU, and CUDA shows a process only one of them.
+fn check_mig(name: &str, ranks: u32) -> Result<(), TrainError> {
+    if ranks == 1 || !name.contains(" MIG ") {
+        return Ok(());
+    }
+    Err(TrainError::Refused(format!(
+        "{ranks} ranks cannot train on `{name}`: NCCL does not connect MIG devices\n  hint: train with one rank, or switch MIG off (`nvidia-smi -mig 0`)"
+    )))
 }
 
 /// True if an environment variable is 1.
@@ -188,6 +248,7 @@ mod tests {
             local_rank: 1,
             local_world_size: 2,
             sharing: GpuSharing::No,
+            before: None,
         }
     }
 
@@ -276,6 +337,36 @@ mod tests {
         sharing = situation(Backend::Auto, 2);
         sharing.sharing = GpuSharing::asked(old, false);
         assert_eq!(gpu(&sharing), Some(1));
+    }
+
+    #[test]
+    fn a_run_that_has_trained_on_gpus_goes_on_without_them_only_if_told() {
+        let without = |backend| Situation {
+            before: Some("cuda:0 (NVIDIA H200, sm_90a, 140.4 GiB)".to_owned()),
+            ..situation(backend, 0)
+        };
+        insta::assert_snapshot!(refusal(&without(Backend::Auto)), @r"
+        this run has trained on cuda:0 (NVIDIA H200, sm_90a, 140.4 GiB), but this node has no GPU: the driver reports no GPU
+          hint: check `nvidia-smi` and CUDA_VISIBLE_DEVICES; `parallel.backend: cpu` continues it without GPUs
+        ");
+        assert_eq!(gpu(&without(Backend::Cpu)), None);
+        let before = Some("cpu (8 threads)".to_owned());
+        let on_cpus = Situation {
+            before,
+            ..situation(Backend::Auto, 0)
+        };
+        assert_eq!(gpu(&on_cpus), None);
+    }
+
+    #[test]
+    fn parts_of_a_gpu_train_alone() {
+        let name = "NVIDIA H200 MIG 3g.71gb";
+        assert!(check_mig(name, 1).is_ok() && check_mig("NVIDIA H200", 8).is_ok());
+        let refused = check_mig(name, 2).unwrap_err().to_string();
+        assert!(
+            refused.starts_with("2 ranks cannot train on `NVIDIA H200 MIG 3g.71gb`: NCCL"),
+            "{refused}"
+        );
     }
 
     #[test]

@@ -47,6 +47,9 @@ pub enum TrainError {
     /// The configuration asks for what the machine lacks, or what the run that is to be resumed does not allow, in words.
     #[error("{0}")]
     Refused(String),
+    /// The node lacks in a later generation what it had, or the nodes had, in the first, in words.
+    #[error("this node cannot train any more: {0}")]
+    NodeUnfit(String),
     /// The last state of a run is lost, although training is done or was stopped in order.
     #[error(
         "training ended after step {step}, but the state after it could not be saved on {}, {}{}",
@@ -163,6 +166,7 @@ impl TrainError {
             | Self::NonFinite { .. }
             | Self::NotSaved { cause: Some(_), .. }
             | Self::Refused(_)
+            | Self::NodeUnfit(_)
             | Self::Config(_)
             | Self::Layout(_)
             | Self::Data(_)

@@ -13,7 +13,7 @@ use super::TrainError;
 use super::idle_world::idle_world;
 use super::replica::Replica;
 use super::run_row::{rehearse_evaluation, rehearse_step};
-use super::strategy::{ShardingStrategy, allocate, held, mesh, part_of, pipeline_plan};
+use super::strategy::{Groups, ShardingStrategy, allocate, held, mesh, part_of, pipeline_plan};
 use super::world::World;
 use crate::config::{LastBatch, TrainConfig};
 use crate::mesh::{Axis, MeshShape};
@@ -105,9 +105,10 @@ impl RankSpec {
         world: &World,
         activations: usize,
     ) -> Result<(Replica, Reducer), TrainError> {
-        let (parameters, reducer) = allocate(world, config, &self.strategy, &self.model, &self.layout)?;
-        let plan = (&self.plan, activations);
-        let replica = Replica::new(world, self.model.clone(), parameters, plan, config)?;
+        let groups = Groups::connect(world, config, self)?;
+        let (parameters, reducer) = allocate(world, config, self, &groups)?;
+        let (plan, held) = ((&self.plan, activations), (self.model.clone(), parameters));
+        let replica = Replica::new(world, groups, held, plan, config)?;
         Ok((replica, reducer))
     }
 

@@ -17,6 +17,7 @@ use crate::parallel::pipeline::{Action, ActionKind, PipelinePlan};
 use crate::parallel::{CommTimes, CommTracker, DeviceTimes, EdgeQueues, Parameters, TensorGroup};
 use crate::pretrained::PretrainedWeights;
 use crate::train::TrainError;
+use crate::train::strategy::Groups;
 use crate::train::world::World;
 
 /// The model on this rank, and the memory of its micro-batches.
@@ -53,32 +54,19 @@ impl MicroBatch {
 }
 
 impl Replica {
-    /// `activations` are the bytes that a rehearsal of the plan has found. Every rank must call it.
+    /// `activations` are the bytes that a rehearsal of the plan has found.
     pub(crate) fn new(
         world: &World,
-        model: Model,
-        parameters: Parameters,
+        Groups { tensor, edges, .. }: Groups,
+        (model, parameters): (Model, Parameters),
         (plan, activations): (&Arc<PipelinePlan>, usize),
         config: &TrainConfig,
     ) -> Result<Self, TrainError> {
         let tokens = [config.train.micro_batch, config.model.block_size];
-        let (positions, channels) = (tokens[0] * tokens[1], config.model.n_embd);
-        // Under sequence parallelism blocks hand on a rank's own rows.
-        let handed_on = if model.part.sequence {
-            vec![positions / model.part.tensor.1, channels]
-        } else {
-            vec![tokens[0], tokens[1], channels]
-        };
-        let tensor = tensor_group(world, model.part.sequence)?;
+        let positions = tokens[0] * tokens[1];
         let dloss = world
             .device
             .alloc(&ArenaSpec::private("loss factors", DType::F32, positions))?;
-        let edges = EdgeQueues::connect(
-            &world.mesh,
-            (&world.device, world.stream),
-            (plan.placement(), plan.capacity(), plan.actions()),
-            (&handed_on, model.dtype()),
-        )?;
         let counts = buffers_needed(&model, &plan.row(edges.rank(), plan.micro_batches()));
         Ok(Self {
             feed: TokenFeed::new(world, tokens, counts)?,
@@ -265,7 +253,29 @@ impl Replica {
 }
 
 /// This rank in its tensor group, or `None` if it is alone there. Every rank must call it.
-fn tensor_group(world: &World, is_sequence: bool) -> Result<Option<TensorGroup>, TrainError> {
+/// Between the stages of the pipeline. Every rank must call it.
+pub(crate) fn edge_queues(
+    world: &World,
+    config: &TrainConfig,
+    model: &Model,
+    plan: &PipelinePlan,
+) -> Result<EdgeQueues, TrainError> {
+    let (samples, block_size) = (config.train.micro_batch, config.model.block_size);
+    // Under sequence parallelism blocks hand on a rank's own rows.
+    let handed_on = if model.part.sequence {
+        vec![samples * block_size / model.part.tensor.1, config.model.n_embd]
+    } else {
+        vec![samples, block_size, config.model.n_embd]
+    };
+    Ok(EdgeQueues::connect(
+        &world.mesh,
+        (&world.device, world.stream),
+        (plan.placement(), plan.capacity(), plan.actions()),
+        (&handed_on, model.dtype()),
+    )?)
+}
+
+pub(crate) fn tensor_group(world: &World, is_sequence: bool) -> Result<Option<TensorGroup>, TrainError> {
     if world.mesh.size(&[Axis::Tensor]) == 1 {
         return Ok(None);
     }

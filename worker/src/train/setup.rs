@@ -15,14 +15,15 @@ use super::rank_table::{RankTable, StepTable};
 use super::replica::Replica;
 use super::reporting::ProfilingWindow;
 use super::step::{Trainer, TrainerParts};
-use super::strategy::{allocate, optimizer};
+use super::strategy::{Groups, allocate, optimizer};
 use super::warm_up::warm_up;
 use super::world::{World, WrapTransport, threads, timeout};
 use crate::checkpoint::{Batch, Disk, State, Storage};
 use crate::config::{OptimizerOffload, TrainConfig};
 use crate::data::{BatchShape, Dataset, Loader, ORDER_VERSION, Sampler};
 use crate::device::cuda::GpuFacts;
-use crate::device::{ArenaSpec, Buffer, Device};
+use crate::device::{ArenaSpec, Buffer, Device, DeviceError};
+use crate::libraries::{Library, LibraryKind};
 use crate::mesh::{DATA, MeshShape};
 use crate::metrics::{Request, RunDir};
 use crate::ops::Cast;
@@ -45,6 +46,8 @@ pub struct Substitutes {
 pub(super) struct Prepared<'a> {
     pub(super) trainer: Trainer<'a>,
     pub(super) reducer: Reducer,
+    /// What NCCL has taken of the device's memory, with what other processes took meanwhile.
+    pub(super) nccl_bytes: u64,
     pub(super) run_dir: RunDir,
     pub(super) dataset: Dataset,
     /// What another number of ranks has changed, in words.
@@ -88,9 +91,10 @@ pub(super) fn open(
     let mut spec = RankSpec::of(config, env)?;
     let mut whole = spec.whole_layout(config)?;
     let dataset = Dataset::open(&config.data, config.model.block_size)?;
-    let choice = Choice::of(config, session, parts.device)?;
+    let begins = !is_restarted(env) && RunDir::begins(&config.run, &env.run_id);
+    let choice = Choice::of(config, session, parts.device, !begins)?;
     agree(config, session, &spec, &whole, &dataset, &choice)?;
-    if !is_restarted(env) && RunDir::begins(&config.run, &env.run_id) {
+    if begins {
         // Before the folder is made, or emptied.
         check_initial_weights(config)?;
     }
@@ -144,17 +148,24 @@ pub(super) fn prepare<'a>(
     let norm_order = spec.norm_order(config, &opened.whole)?;
     let activations = spec.activations(config)?;
     let (env, choice) = (session.env(), opened.choice);
-    let device = choice.open(config, threads(config))?;
+    let device = choice.open(config, session, threads(config))?;
+    let taken_before = device.taken_bytes();
     let world = World::connect(config, session, device, opened.transport, spec.strategy.mesh)?;
-    let (parameters, reducer) = allocate(&world, config, &spec.strategy, &spec.model, &spec.layout)?;
+    let groups = Groups::connect(&world, config, &spec)?;
+    let taken = world
+        .device
+        .taken_bytes()
+        .zip(taken_before)
+        .filter(|_| world.size() > 1);
+    let (parameters, reducer) = allocate(&world, config, &spec, &groups)?;
     let home = state_home(&world, &parameters, config, &run_dir)?;
     let optimizer = optimizer(&parameters, home, config, &spec.model)?;
     let (set, compute) = (parameters.replica_set(), (&world.device, world.stream));
     let clip = Clip::new(set, compute, (parameters.sharding(), &norm_order), &config.train)?;
     let replica = Replica::new(
         &world,
-        spec.model.clone(),
-        parameters,
+        groups,
+        (spec.model.clone(), parameters),
         (&spec.plan, activations),
         config,
     )?;
@@ -186,6 +197,7 @@ pub(super) fn prepare<'a>(
     Ok(Prepared {
         steps_before: saved.and_then(|config| config.pointer("/train/steps")?.as_u64()),
         trainer: Trainer::new(parts)?,
+        nccl_bytes: taken.map_or(0, |(taken, before)| taken.saturating_sub(before)) as u64,
         reducer,
         run_dir,
         dataset,
@@ -350,13 +362,13 @@ fn agree(
         spec.plan.signature(),
     );
     signature.field("kind of device", choice.kind());
-    if let (Choice::Gpu(ordinal), true) = (choice, config.parallel.tensor > 1) {
-        // Each rank of a tensor group computes the same norms, with functions that differ between models of GPUs. Those of
-        // CPUs have the same bits on every instruction set.
-        signature.field(
-            "GPU, which must be the same where `parallel.tensor` is above 1",
-            GpuFacts::of(*ordinal)?.name,
-        );
+    if let Choice::Gpu(ordinal) = choice {
+        // Replicas whose kernels another compiler has made, or another GPU runs, drift apart.
+        signature.field("GPU", GpuFacts::of(*ordinal)?.name);
+        for kind in [LibraryKind::Cuda, LibraryKind::Nvrtc, LibraryKind::CublasLt] {
+            let version = Library::open(kind).and_then(|library| library.version());
+            signature.field(kind.facts().name, version.map_err(DeviceError::from)?);
+        }
     }
     let (env, store) = (session.env(), session.store());
     let agreement = Agreement {

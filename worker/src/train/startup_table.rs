@@ -12,6 +12,7 @@ use crate::config::{
 use crate::data::{Dataset, Tokens};
 use crate::device::DType;
 use crate::mesh::Axis;
+use crate::ops::has_tensor_kernels;
 use crate::optim::{batch_factor, learning_rate};
 use crate::parallel::Dtypes;
 use crate::parallel::pipeline::PipelinePlan;
@@ -68,7 +69,7 @@ fn rows(prepared: &Prepared<'_>) -> Rows {
     table.add("data", data(&prepared.dataset, config.data.val.is_some()));
     table.add("global batch", batch);
     table.add("steps", steps(train, trainer.first_step));
-    table.add("memory per rank", memory(&held, snapshot));
+    table.add("memory per rank", memory(&held, snapshot, prepared.nccl_bytes));
     table.add("device", trainer.world.device.name());
     table.add("backend", backend(trainer));
     table.add("precision", precision(config));
@@ -83,6 +84,10 @@ fn rows(prepared: &Prepared<'_>) -> Rows {
     table.add("learning rate", scaled_rate(train, global_batch.samples()));
     table.add("schedule", prepared.steps_before.and_then(stretched));
     table.add("warning", endless_warmup(train));
+    let attends = config.model.kind != ModelKind::Mlp && Dtypes::of(config).params == DType::Bf16;
+    let has_tensor_cores = attends && trainer.world.device.peak_bytes().is_some();
+    let slow = slow_heads(config.model.n_embd / config.model.n_head);
+    table.add("warning", slow.filter(|_| has_tensor_cores));
     table.add("out_dir", prepared.run_dir.path().display().to_string());
     table
 }
@@ -201,6 +206,15 @@ fn endless_warmup(train: &Train) -> Option<String> {
     })
 }
 
+/// Heads that only the plain kernels take, where others would be on tensor cores.
+fn slow_heads(head_size: usize) -> Option<String> {
+    (!has_tensor_kernels(head_size)).then(|| {
+        format!(
+            "heads of {head_size} channels do not use tensor cores: attention computes in f32, several times slower; 32, 64 and 128 channels use them (`model.n_head`)"
+        )
+    })
+}
+
 fn recomputation(what: Recompute) -> Option<String> {
     let words = match what {
         Recompute::Nothing => "nothing: norms and GELUs are kept",
@@ -229,9 +243,9 @@ fn scaled_rate(train: &Train, global_batch: u64) -> Option<String> {
     ))
 }
 
-fn memory(held: &Footprint, snapshot_bytes: u64) -> String {
+fn memory(held: &Footprint, snapshot_bytes: u64, nccl_bytes: u64) -> String {
     format!(
-        "parameters {}{}, gradients {}{}, optimizer {}{}, activations {}{}",
+        "parameters {}{}, gradients {}{}, optimizer {}{}, activations {}{}{}",
         bytes(held.params),
         aside(held.gathered, |gathered| format!(" (plus {gathered} gathered)")),
         bytes(held.grads),
@@ -244,6 +258,7 @@ fn memory(held: &Footprint, snapshot_bytes: u64) -> String {
         aside(snapshot_bytes, |snapshot| format!(
             ", checkpoint snapshot {snapshot}"
         )),
+        aside(nccl_bytes, |nccl| format!(", NCCL {nccl}")),
     )
 }
 
@@ -488,7 +503,7 @@ mod tests {
     #[test]
     fn the_memory_line_of_seven_billion_parameters() {
         let ddp = seven_billion([28, 28, 56]);
-        insta::assert_snapshot!(memory(&ddp, 0), @"parameters 26.1 GiB, gradients 26.1 GiB, optimizer 52.2 GiB, activations 48.0 GiB");
+        insta::assert_snapshot!(memory(&ddp, 0, 0), @"parameters 26.1 GiB, gradients 26.1 GiB, optimizer 52.2 GiB, activations 48.0 GiB");
         // An eighth of it.
         let zero3 = Footprint {
             params: 3_500_000_000,
@@ -498,6 +513,12 @@ mod tests {
             padding: 5 << 20,
             ..seven_billion([0, 0, 7])
         };
-        insta::assert_snapshot!(memory(&zero3, 3 << 30), @"parameters 3.3 GiB (plus 2.0 GiB gathered), gradients 4.3 GiB (1.0 GiB of it in flight), optimizer 6.5 GiB, including 5.0 MiB of padding, activations 48.0 GiB, checkpoint snapshot 3.0 GiB");
+        insta::assert_snapshot!(memory(&zero3, 3 << 30, 5 << 20), @"parameters 3.3 GiB (plus 2.0 GiB gathered), gradients 4.3 GiB (1.0 GiB of it in flight), optimizer 6.5 GiB, including 5.0 MiB of padding, activations 48.0 GiB, checkpoint snapshot 3.0 GiB, NCCL 5.0 MiB");
+    }
+
+    #[test]
+    fn heads_without_tensor_cores_are_warned_of() {
+        assert_eq!([32, 64, 128].map(slow_heads), [None, None, None]);
+        insta::assert_snapshot!(slow_heads(96).unwrap(), @"heads of 96 channels do not use tensor cores: attention computes in f32, several times slower; 32, 64 and 128 channels use them (`model.n_head`)");
     }
 }

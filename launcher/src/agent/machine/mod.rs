@@ -451,6 +451,12 @@ impl Machine {
     }
 
     fn on_described(&mut self, exit: WorkerExit) -> Vec<Effect> {
+        if self.rules.native && exit.exit_code == Some(i32::from(exit::NODE_UNFIT)) {
+            return self.end(ExitReason::Broken {
+                exit_code: exit::NODE_UNFIT,
+                error: format!("it leaves the job: {}", exit.message),
+            });
+        }
         match self.phase {
             Phase::Stopping(_) | Phase::Undecided => vec![Effect::Report(Report::WorkerExit(exit))],
             // The daemon has decided without it.

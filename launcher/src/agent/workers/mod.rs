@@ -209,7 +209,7 @@ impl WorkerGroup {
             };
             specs.push(WorkerSpec {
                 local_rank,
-                env: context.environment_of(&contract),
+                env: context.environment_of(&contract, assignment),
                 output,
                 has_stdin: rank == GlobalRank(0),
                 cores: context.cores_of(local_rank),

@@ -64,8 +64,17 @@ impl SpawnContext {
     }
 
     /// The whole environment of one worker.
-    pub(super) fn environment_of(&self, contract: &WorkerEnv) -> Vec<(OsString, OsString)> {
-        environment::of_worker(&Common::new(&self.plan, &self.inherited, &self.marker), contract)
+    pub(super) fn environment_of(
+        &self,
+        contract: &WorkerEnv,
+        assignment: &Assignment,
+    ) -> Vec<(OsString, OsString)> {
+        let own = assignment.own.as_ref().filter(|_| assignment.node_count > 1);
+        let common = Common {
+            node_addr: own.map(|own| own.addr.as_str()),
+            ..Common::new(&self.plan, &self.inherited, &self.marker)
+        };
+        environment::of_worker(&common, contract)
     }
 
     /// Where filtered lines of a stream go, if there are filters and a place for log files.

@@ -4,9 +4,10 @@ use std::path::{Path, PathBuf};
 
 use ddp_proto::cgroup::CgroupMembership;
 
+use super::fabric::Fabric;
 use super::gpus::{self, Described};
 use crate::cli::machine::hardware;
-use crate::cli::native::libraries::SearchPath;
+use crate::cli::native::libraries::library_folders;
 
 /// A reading of the machine.
 #[derive(Clone, Debug)]
@@ -39,6 +40,8 @@ pub struct Facts {
     pub cuda_visible_devices: Option<String>,
     /// The answers of the driver and the libraries, if one of them exists.
     pub described: Option<Described>,
+    /// How GPUs reach each other.
+    pub fabric: Fabric,
     /// Where libraries were looked for.
     pub searched: Vec<PathBuf>,
 }
@@ -61,7 +64,8 @@ impl Facts {
             driver_version: driver_version(&read("/proc/driver/nvidia/version")),
             cuda_visible_devices: std::env::var("CUDA_VISIBLE_DEVICES").ok(),
             described: gpus::ask(),
-            searched: SearchPath::of_process().existing(),
+            fabric: Fabric::gather(),
+            searched: library_folders(),
         }
     }
 }

@@ -31,8 +31,6 @@ pub struct Described {
 pub struct LoadedLibrary {
     /// Its file.
     pub path: PathBuf,
-    /// Why the file was tried.
-    pub reason: String,
     /// Its version, or why it reports none.
     pub version: Result<Version, String>,
 }
@@ -77,7 +75,6 @@ fn describe() -> Described {
     let load = |kind| match Library::open(kind) {
         Ok(library) => Some(Ok(LoadedLibrary {
             path: library.path().to_owned(),
-            reason: library.reason().to_owned(),
             version: library.version().map_err(|error| error.to_string()),
         })),
         Err(error) if error.is_absence() => None,

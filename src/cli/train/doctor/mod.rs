@@ -1,8 +1,9 @@
 //! `ddp-train doctor`: what this machine offers to training, what is missing, and what to do.
 //!
-//! [`facts`] looks, [`report`] writes. Only [`gpus`] loads the
+//! [`facts`] and [`fabric`] look, [`report`] writes. Only [`gpus`] loads the
 //! driver, in a process of its own, because a broken one can hang or crash.
 
+pub mod fabric;
 pub mod facts;
 pub mod gpus;
 pub mod report;

@@ -4,10 +4,13 @@ use std::fmt::Write;
 
 use super::facts::Facts;
 use super::gpus::Described;
-use crate::cli::native::libraries::{LibraryKind, Newer, Version};
+use crate::cli::native::libraries::{LibraryError, LibraryKind, Version};
 
 /// Fewest open files that a node with 8 workers is comfortable with.
 const FEW_OPEN_FILES: u64 = 1024;
+
+/// Bytes of `/dev/shm` that NCCL takes for a GPU, and some.
+const SMALL_SHM: u64 = 64 << 20;
 
 /// Oldest NCCL with communicators that are initialised without blocking and split.
 const OLDEST_NCCL: Version = Version {
@@ -23,6 +26,7 @@ pub fn render(facts: &Facts) -> String {
     memory_section(facts, &mut out);
     process_section(facts, &mut out);
     gpu_section(facts, &mut out);
+    fabric_section(facts, &mut out);
     library_section(facts, &mut out);
     let missing = findings(facts);
     if missing.is_empty() {
@@ -146,6 +150,69 @@ fn gpu_section(facts: &Facts, out: &mut String) {
     }
 }
 
+/// Nothing, on a machine without GPUs.
+fn fabric_section(facts: &Facts, out: &mut String) {
+    if !may_have_gpus(facts) {
+        return;
+    }
+    let fabric = &facts.fabric;
+    let manager = match fabric.manager_runs {
+        Some(true) => "runs",
+        Some(false) => "does not run",
+        None => "not needed: no NVSwitch",
+    };
+    row(out, "fabric manager", manager);
+    let infiniband = match &fabric.infiniband[..] {
+        [] => "none".to_owned(),
+        devices => devices.join(" "),
+    };
+    row(out, "InfiniBand", &infiniband);
+    row(
+        out,
+        "/dev/shm",
+        &fabric.shm_bytes.map_or("unknown".to_owned(), gib),
+    );
+    let acs = match fabric.acs_bridges {
+        Some(0) => "off".to_owned(),
+        Some(bridges) => format!("on, at {bridges} bridges"),
+        None => "unknown: only root can read it".to_owned(),
+    };
+    row(out, "PCI access control", &acs);
+}
+
+fn fabric_findings(facts: &Facts, gpus: usize) -> Vec<Finding> {
+    let fabric = &facts.fabric;
+    let is_small = fabric
+        .shm_bytes
+        .is_some_and(|bytes| bytes < SMALL_SHM * gpus as u64);
+    let cases = [
+        (
+            fabric.manager_runs == Some(false),
+            "the fabric manager of the NVSwitches does not run: CUDA does not start",
+            "`systemctl start nvidia-fabricmanager`; in a container, on the host",
+        ),
+        (
+            facts.memlock_bytes.is_some() && !fabric.infiniband.is_empty(),
+            "the limit on locked memory is too low for InfiniBand",
+            "`ulimit -l unlimited`; in a container, `--ulimit memlock=-1`",
+        ),
+        (
+            gpus > 1 && is_small,
+            "`/dev/shm` is too small for NCCL",
+            "in a container, `--shm-size=1g` or `--ipc=host`",
+        ),
+        (
+            gpus > 1 && fabric.acs_bridges.is_some_and(|bridges| bridges > 0),
+            "PCI access control (ACS) makes GPUs reach each other through the processor: NCCL is slow, or hangs",
+            "switch ACS off in the firmware, except where virtual machines need it",
+        ),
+    ];
+    let found = cases.into_iter().filter(|(is_so, ..)| *is_so);
+    found
+        .map(|(_, problem, hint)| Finding::new(problem, hint))
+        .collect()
+}
+
 fn library_section(facts: &Facts, out: &mut String) {
     push(out, "libraries loaded at run time");
     for kind in LibraryKind::ALL {
@@ -156,12 +223,16 @@ fn library_section(facts: &Facts, out: &mut String) {
                     Ok(version) => format!(", {version}"),
                     Err(_) => String::new(),
                 };
-                format!("{}{version} ({})", library.path.display(), library.reason)
+                format!("{}{version}", library.path.display())
             }
             Some(Err(_)) => "cannot be loaded".to_owned(),
             None => "not found".to_owned(),
         };
-        row(out, kind.stem(), &format!("{place}: {}", kind.purpose()));
+        row(
+            out,
+            kind.facts().stem,
+            &format!("{place}: {}", kind.facts().purpose),
+        );
     }
     let searched: Vec<_> = facts
         .searched
@@ -218,6 +289,7 @@ fn findings(facts: &Facts) -> Vec<Finding> {
             .filter_map(Result::err)
             .map(|error| Finding::of(&error.to_string(), "")),
     );
+    found.extend(fabric_findings(facts, gpus.len()));
     found.extend(library_findings(facts));
     found
 }
@@ -259,15 +331,15 @@ fn library_findings(facts: &Facts) -> Vec<Finding> {
     for (kind, library) in described.all() {
         match library {
             None => {
-                let problem = format!("`{}` not found ({})", kind.stem(), kind.purpose());
-                found.push(Finding::new(problem, kind.hint()));
+                let problem = format!("`{}` not found ({})", kind.facts().stem, kind.facts().purpose);
+                found.push(Finding::new(problem, kind.facts().hint));
             }
-            Some(Err(why)) => found.push(Finding::of(why, kind.hint())),
+            Some(Err(why)) => found.push(Finding::of(why, kind.facts().hint)),
             Some(Ok(library)) => match (&library.version, described.version(LibraryKind::Cuda)) {
-                (Err(why), _) => found.push(Finding::of(why, kind.hint())),
+                (Err(why), _) => found.push(Finding::of(why, kind.facts().hint)),
                 (Ok(version), Some(driver)) => {
-                    let newer = Newer::of(kind, &library.path, *version, driver);
-                    found.extend(newer.map(|newer| Finding::new(newer.to_string(), newer.hint())));
+                    let newer = LibraryError::newer(kind, &library.path, *version, driver);
+                    found.extend(newer.map(|newer| Finding::of(&newer.to_string(), "")));
                 }
                 (Ok(_), None) => {}
             },
@@ -279,7 +351,7 @@ fn library_findings(facts: &Facts) -> Vec<Finding> {
     {
         found.push(Finding::new(
             format!("NCCL {nccl} is older than {OLDEST_NCCL}, which several GPUs need"),
-            LibraryKind::Nccl.hint(),
+            LibraryKind::Nccl.facts().hint,
         ));
     }
     found
@@ -291,10 +363,10 @@ fn gib(bytes: u64) -> String {
 
 #[cfg(test)]
 mod tests {
+    use super::super::fabric::Fabric;
     use super::super::gpus::LoadedLibrary;
     use super::*;
     use crate::cli::native::cuda::GpuFacts;
-    use crate::cli::native::libraries::LibraryError;
 
     fn machine() -> Facts {
         Facts {
@@ -312,6 +384,7 @@ mod tests {
             driver_version: None,
             cuda_visible_devices: None,
             described: None,
+            fabric: Fabric::default(),
             searched: vec!["/usr/lib".into()],
         }
     }
@@ -333,7 +406,6 @@ mod tests {
             };
             Some(Ok(LoadedLibrary {
                 path: format!("/x/{stem}.1").into(),
-                reason: "VIRTUAL_ENV".into(),
                 version: Ok(version),
             }))
         };
@@ -387,8 +459,8 @@ mod tests {
         let report = render(&facts);
         for part in [
             "device 0             A GPU, sm_90, 80.0 GiB, 132 multiprocessors, 227 KiB shared per block, PCI 0000:65:00.0",
-            "/x/libnvrtc.so.1, 13.0 (VIRTUAL_ENV): kernels compiled",
-            "/x/libcuda.so.1, for CUDA 12.8 (VIRTUAL_ENV): the driver",
+            "/x/libnvrtc.so.1, 13.0: kernels compiled",
+            "/x/libcuda.so.1, for CUDA 12.8: the driver",
         ] {
             assert!(report.contains(part), "{part} is not in\n{report}");
         }
@@ -400,6 +472,48 @@ mod tests {
         - `libnccl.so` not found (collectives between GPUs)
           hint: `pip install nvidia-nccl-cu12` in an active Python environment, or the package `libnccl2`
         ");
+    }
+
+    #[test]
+    fn what_stands_between_gpus_is_named() {
+        let mut facts = machine();
+        facts.driver_version = Some("550.54.14".into());
+        let mut described = one_gpu();
+        let gpus = described.gpus.as_mut().expect("one GPU");
+        gpus.push(gpus[0].clone());
+        facts.described = Some(described);
+        facts.fabric = Fabric {
+            manager_runs: Some(false),
+            infiniband: vec!["mlx5_0".into()],
+            shm_bytes: Some(64 << 20),
+            acs_bridges: Some(2),
+        };
+        let report = render(&facts);
+        for part in [
+            "fabric manager       does not run",
+            "InfiniBand           mlx5_0",
+            "/dev/shm             0.1 GiB",
+            "PCI access control   on, at 2 bridges",
+            "- the fabric manager of the NVSwitches does not run",
+            "- the limit on locked memory is too low for InfiniBand",
+            "- `/dev/shm` is too small for NCCL",
+            "- PCI access control (ACS) makes GPUs",
+        ] {
+            assert!(report.contains(part), "{part} is not in\n{report}");
+        }
+        facts.fabric = Fabric {
+            manager_runs: Some(true),
+            shm_bytes: Some(8 << 30),
+            ..Fabric::default()
+        };
+        let (_, problems) = render(&facts)
+            .split_once("problems found")
+            .map(|(a, b)| (a.to_owned(), b.to_owned()))
+            .expect("libraries");
+        assert!(
+            !problems.contains("fabric") && !problems.contains("shm"),
+            "{problems}"
+        );
     }
 
     #[test]
@@ -444,7 +558,6 @@ mod tests {
         };
         described.libraries[0] = Some(Ok(LoadedLibrary {
             path: path.into(),
-            reason: "LD_LIBRARY_PATH".into(),
             version: Err("does not report its version".into()),
         }));
         facts.described = Some(described);

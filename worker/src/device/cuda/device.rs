@@ -37,7 +37,7 @@ pub struct CudaDevice {
 impl CudaDevice {
     /// Starts the driver and opens a device.
     pub fn open(options: CudaOptions) -> Result<Self, DeviceError> {
-        let context = CudaContext::open(options.ordinal)?;
+        let context = CudaContext::open(options.ordinal, options.memory_patience)?;
         context.bind()?;
         Ok(Self {
             events: EventPool::new(context.clone()),

@@ -29,6 +29,9 @@ const SPIN: Duration = Duration::from_micros(200);
 /// Rest between two questions of a waiting host.
 const REST: Duration = Duration::from_micros(50);
 
+/// Rest between two allocations that wait for memory.
+const MEMORY_POLL: Duration = Duration::from_millis(100);
+
 /// A stream as the driver knows it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct RawStream(pub(super) sys::CUstream);
@@ -47,6 +50,8 @@ pub struct CudaContext {
     facts: GpuFacts,
     streams: Streams,
     account: Account,
+    /// Until then memory that is taken is waited for.
+    memory_deadline: Instant,
     abandoned: AtomicBool,
     /// The last one that was dropped waited in vain.
     is_late: AtomicBool,
@@ -61,7 +66,8 @@ unsafe impl Sync for CudaContext {}
 
 impl CudaContext {
     /// Opens a device by its number among those that `CUDA_VISIBLE_DEVICES` shows.
-    pub fn open(ordinal: usize) -> Result<Arc<Self>, DeviceError> {
+    pub fn open(ordinal: usize, memory_patience: Duration) -> Result<Arc<Self>, DeviceError> {
+        let memory_deadline = Instant::now() + memory_patience;
         let count = count_devices()?;
         if ordinal >= count {
             return Err(DeviceError::Driver {
@@ -82,13 +88,16 @@ impl CudaContext {
             facts,
             streams: Streams::default(),
             account: Account::default(),
+            memory_deadline,
             abandoned: AtomicBool::new(false),
             is_late: AtomicBool::new(false),
             failure: OnceLock::new(),
             // Last, so that nothing fails between retaining and owning.
-            raw: written(ptr::null_mut(), |context| {
-                // SAFETY: the device was just given by the driver; the function writes one pointer.
-                unsafe { calls::context_retain(context, device) }
+            raw: await_memory(memory_deadline, || {
+                written(ptr::null_mut(), |context| {
+                    // SAFETY: the device was just given by the driver; the function writes one pointer.
+                    unsafe { calls::context_retain(context, device) }
+                })
             })
             .map_err(opening)?,
         }))
@@ -118,6 +127,23 @@ impl CudaContext {
     /// Those that are waited for before memory is freed.
     pub(super) const fn streams(&self) -> &Streams {
         &self.streams
+    }
+
+    /// Allocates `bytes`. What the whole device does not have is not waited for.
+    pub(super) fn await_memory<T>(
+        &self,
+        bytes: usize,
+        allocate: impl FnMut() -> Result<T, DriverError>,
+    ) -> Result<T, DriverError> {
+        let fits = self.account.bytes() + bytes <= self.facts.memory_bytes;
+        await_memory(
+            if fits {
+                self.memory_deadline
+            } else {
+                Instant::now()
+            },
+            allocate,
+        )
     }
 
     /// How much of its memory this process holds.
@@ -197,6 +223,29 @@ impl Drop for CudaContext {
         }
         // SAFETY: retained once in `open`, released once here. A refusal at exit changes nothing.
         let _ = unsafe { calls::context_release(self.device) };
+    }
+}
+
+/// Allocates again while memory is taken, until the deadline.
+fn await_memory<T>(
+    deadline: Instant,
+    mut allocate: impl FnMut() -> Result<T, DriverError>,
+) -> Result<T, DriverError> {
+    let mut is_said = false;
+    loop {
+        let outcome = allocate();
+        let is_full = |error: &DriverError| error.is(Code::CUDA_ERROR_OUT_OF_MEMORY);
+        let left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() || !outcome.as_ref().is_err_and(is_full) {
+            return outcome;
+        }
+        if !std::mem::replace(&mut is_said, true) {
+            let seconds = left.as_secs_f64();
+            tracing::warn!(
+                "waiting up to {seconds:.0} s for GPU memory that ended processes have not returned yet"
+            );
+        }
+        std::thread::sleep(MEMORY_POLL);
     }
 }
 
@@ -300,7 +349,7 @@ pub(super) fn driver_error(doing: String, error: DriverError) -> DeviceError {
     let hint = match known {
         Some((_, hint)) => hint,
         None if is_of_a_kernel(error) => {
-            "a kernel failed: run again with CUDA_LAUNCH_BLOCKING=1 to see which operation it was"
+            "a kernel failed: run again with CUDA_LAUNCH_BLOCKING=1, which stops pipelines (set `parallel.pipeline.stages: 1`), to see which operation it was"
         }
         None => "`ddp-train doctor` shows driver, GPUs and libraries",
     };

@@ -5,13 +5,14 @@
 )]
 
 use std::collections::HashMap;
-use std::collections::hash_map::Entry;
 use std::ffi::{CString, c_void};
 use std::ptr;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
+use std::time::Duration;
 
 use cudarc::driver::sys::{self, CUfunction_attribute as Attribute};
-use parking_lot::Mutex;
+use parking_lot::RwLock;
 
 use super::calls::{self, written};
 use super::driver::{CudaContext, driver_error, driver_error_with};
@@ -66,28 +67,37 @@ pub struct CudaOptions {
     pub tf32: bool,
     /// Where compiled kernels are kept.
     pub cache: KernelCache,
+    /// How long to wait from now on for memory that others hold: a driver returns that of killed processes late.
+    pub memory_patience: Duration,
 }
 
-/// A function in a loaded module.
-#[derive(Clone, Copy, Debug)]
-struct Function {
-    raw: sys::CUfunction,
+/// A loaded kernel.
+#[derive(Debug)]
+struct Kernel {
+    function: sys::CUfunction,
     /// Bytes of shared memory that it declares.
     declared_shared: usize,
     /// Dynamic shared memory that it may be launched with.
-    shared_limit: usize,
+    shared_limit: AtomicUsize,
+    /// Whose function it is.
+    module: Arc<Module>,
 }
+
+// SAFETY: functions may be used by any thread that has made the context its current one.
+unsafe impl Send for Kernel {}
+// SAFETY: as above; the driver serialises.
+unsafe impl Sync for Kernel {}
 
 #[derive(Debug)]
 struct Module {
     raw: sys::CUmodule,
-    /// Those that have been asked for, by name.
-    functions: HashMap<&'static str, Function>,
     context: Arc<CudaContext>,
 }
 
-// SAFETY: modules and functions may be used by any thread that has made the context its current one.
+// SAFETY: as of kernels.
 unsafe impl Send for Module {}
+// SAFETY: as above.
+unsafe impl Sync for Module {}
 
 impl Drop for Module {
     fn drop(&mut self) {
@@ -98,33 +108,33 @@ impl Drop for Module {
     }
 }
 
-impl Module {
-    fn function(&mut self, unit: &CompileUnit, name: &'static str) -> Result<&mut Function, DeviceError> {
-        let entry = match self.functions.entry(name) {
-            Entry::Occupied(entry) => return Ok(entry.into_mut()),
-            Entry::Vacant(entry) => entry,
-        };
+impl Kernel {
+    fn of(module: Arc<Module>, unit: &CompileUnit, name: &str) -> Result<Self, DeviceError> {
         let symbol = CString::new(name).expect("names of kernels have no zero byte");
         let found = written(ptr::null_mut(), |function| {
             // SAFETY: the module is loaded; the name ends in a zero; the function writes one pointer.
-            unsafe { calls::module_function(function, self.raw, symbol.as_ptr()) }
+            unsafe { calls::module_function(function, module.raw, symbol.as_ptr()) }
         });
-        let raw = found.map_err(|error| driver_error(format!("`{unit}` has no kernel `{name}`"), error))?;
+        let function =
+            found.map_err(|error| driver_error(format!("`{unit}` has no kernel `{name}`"), error))?;
         let declared = Attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES;
         // SAFETY: the function was just given by the driver; one integer is written.
-        let declared = written(0, |bytes| unsafe { calls::function_get(bytes, declared, raw) })
-            .map_err(|error| driver_error(format!("shared memory of kernel `{name}`"), error))?;
+        let declared = written(0, |bytes| unsafe {
+            calls::function_get(bytes, declared, function)
+        })
+        .map_err(|error| driver_error(format!("shared memory of kernel `{name}`"), error))?;
         let declared_shared = declared.max(0) as usize;
-        Ok(entry.insert(Function {
-            raw,
+        Ok(Self {
+            function,
             declared_shared,
-            shared_limit: SHARED_WITHOUT_ASKING.saturating_sub(declared_shared),
-        }))
+            shared_limit: SHARED_WITHOUT_ASKING.saturating_sub(declared_shared).into(),
+            module,
+        })
     }
 }
 
-/// None: not loaded yet.
-type ModuleSlot = Arc<Mutex<Option<Module>>>;
+/// The address of a source, which is a static, with its definitions, and the kernel's name.
+type KernelKey = (usize, Vec<Define>, &'static str);
 
 /// The kernels of one device, compiled when they are first asked for, its matrix products, and its options.
 #[derive(Debug)]
@@ -132,9 +142,7 @@ pub(super) struct DeviceKernels {
     context: Arc<CudaContext>,
     options: CudaOptions,
     compiler: OnceLock<Result<(Nvrtc, Arch), DeviceError>>,
-    /// Keyed by the address of a source, which is a static, and its definitions. Each has a lock of its own, so that several
-    /// threads can compile at once.
-    modules: Mutex<HashMap<(usize, Vec<Define>), ModuleSlot>>,
+    loaded: RwLock<HashMap<KernelKey, Arc<Kernel>>>,
     products: OnceLock<Result<Products, DeviceError>>,
 }
 
@@ -142,7 +150,7 @@ impl DeviceKernels {
     pub(super) fn new(context: Arc<CudaContext>, options: CudaOptions) -> Self {
         Self {
             compiler: OnceLock::new(),
-            modules: Mutex::default(),
+            loaded: RwLock::default(),
             products: OnceLock::new(),
             context,
             options,
@@ -161,17 +169,13 @@ impl DeviceKernels {
         name: &'static str,
         shared: usize,
     ) -> Result<sys::CUfunction, DeviceError> {
-        let key = (ptr::from_ref(unit.source) as usize, unit.defines.clone());
-        let mut modules = self.modules.lock();
-        let module = modules.entry(key).or_default().clone();
-        drop(modules);
-        let mut module = module.lock();
-        let module = match &mut *module {
-            Some(loaded) => loaded,
-            empty => empty.insert(self.load(unit)?),
+        let key = (ptr::from_ref(unit.source) as usize, unit.defines.clone(), name);
+        let known = self.loaded.read().get(&key).cloned();
+        let kernel = match known {
+            Some(kernel) => kernel,
+            None => self.load(key, unit)?,
         };
-        let function = module.function(unit, name)?;
-        let wanted = shared + function.declared_shared;
+        let wanted = shared + kernel.declared_shared;
         let most = self.context.facts().shared_per_block;
         if wanted > most {
             // Only attention needs much.
@@ -183,19 +187,33 @@ impl DeviceKernels {
                 hint: "use narrower heads (a larger `model.n_head`), or a different GPU".to_owned(),
             });
         }
-        if shared > function.shared_limit {
+        if shared > kernel.shared_limit.load(Ordering::Relaxed) {
             let attribute = Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
             // SAFETY: the module is loaded for as long as the device lives.
-            unsafe { calls::function_set(function.raw, attribute, shared as i32) }.map_err(|error| {
+            unsafe { calls::function_set(kernel.function, attribute, shared as i32) }.map_err(|error| {
                 let doing = format!("kernel `{name}` cannot have {shared} bytes of shared memory");
                 driver_error(doing, error)
             })?;
-            function.shared_limit = shared;
+            kernel.shared_limit.store(shared, Ordering::Relaxed);
         }
-        Ok(function.raw)
+        Ok(kernel.function)
     }
 
-    fn load(&self, unit: &CompileUnit) -> Result<Module, DeviceError> {
+    /// Its module may be there, for another kernel of the same unit.
+    fn load(&self, key: KernelKey, unit: &CompileUnit) -> Result<Arc<Kernel>, DeviceError> {
+        let mut loaded = self.loaded.write();
+        let sibling = loaded
+            .iter()
+            .find(|((source, defines, _), _)| (*source, defines) == (key.0, &key.1));
+        let module = match sibling {
+            Some((_, kernel)) => kernel.module.clone(),
+            None => Arc::new(self.load_module(unit)?),
+        };
+        let kernel = Arc::new(Kernel::of(module, unit, key.2)?);
+        Ok(loaded.entry(key).or_insert(kernel).clone())
+    }
+
+    fn load_module(&self, unit: &CompileUnit) -> Result<Module, DeviceError> {
         let open = || {
             let nvrtc = Nvrtc::open()?;
             let arch = nvrtc.arch_for(self.context.facts().arch())?;
@@ -212,15 +230,12 @@ impl DeviceKernels {
             let version = nvrtc.version();
             let doing = format!("cannot load `{unit}`, compiled for {arch} by NVRTC {version}");
             match nvrtc.library().newer_than_driver() {
-                Some(newer) => driver_error_with(doing, error, format!("{newer}: {}", newer.hint())),
+                Some(newer) => driver_error_with(doing, error, newer.to_string().replace("\n  hint: ", ": ")),
                 None => driver_error(doing, error),
             }
         })?;
-        Ok(Module {
-            raw,
-            functions: HashMap::new(),
-            context: self.context.clone(),
-        })
+        let context = self.context.clone();
+        Ok(Module { raw, context })
     }
 
     pub(super) fn products(&self) -> Result<&Products, DeviceError> {

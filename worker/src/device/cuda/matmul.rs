@@ -131,7 +131,7 @@ impl Products {
         let library = Library::open(LibraryKind::CublasLt)?;
         // Its first call would fail with a status that does not name versions.
         if let Some(newer) = library.newer_than_driver() {
-            return Err(LibraryError::Newer(newer).into());
+            return Err(newer.into());
         }
         let mut opened = Self::of(library, tf32)?;
         // SAFETY: the function writes one pointer.

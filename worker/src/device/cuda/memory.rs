@@ -53,9 +53,12 @@ impl DeviceMemory {
     pub(super) fn new(context: &Arc<CudaContext>, name: &str, bytes: usize) -> Result<Self, DeviceError> {
         context.bind()?;
         let length = bytes.max(1);
-        // SAFETY: the function writes one address. Nothing reads the memory before it is zeroed below.
-        let address = written(0, |address| unsafe { calls::memory_alloc(address, length) })
-            .map_err(|error| out_of_memory(context, name, bytes, error))?;
+        let allocate = || {
+            // SAFETY: the function writes one address. Nothing reads the memory before it is zeroed below.
+            written(0, |address| unsafe { calls::memory_alloc(address, length) })
+        };
+        let address = context.await_memory(length, allocate);
+        let address = address.map_err(|error| out_of_memory(context, name, bytes, error))?;
         context.account().add(name, length);
         let memory = Self {
             address,

@@ -54,53 +54,20 @@ pub struct KernelSource {
     pub headers: &'static [(&'static str, &'static str)],
 }
 
-impl KernelSource {
-    /// A file with those that it includes.
-    pub const fn with_headers(
-        file: &'static str,
-        text: &'static str,
-        headers: &'static [(&'static str, &'static str)],
-    ) -> Self {
-        Self { file, text, headers }
-    }
-}
-
 /// A macro that is defined when a source is compiled: an element type, a tile's size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Define {
-    name: &'static str,
-    value: DefineValue,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-enum DefineValue {
-    Word(&'static str),
-    Number(i64),
-}
-
-impl Define {
+pub enum Define {
     /// `-D name=word`
-    pub const fn word(name: &'static str, word: &'static str) -> Self {
-        Self {
-            name,
-            value: DefineValue::Word(word),
-        }
-    }
-
+    Word(&'static str, &'static str),
     /// `-D name=number`
-    pub const fn number(name: &'static str, number: i64) -> Self {
-        Self {
-            name,
-            value: DefineValue::Number(number),
-        }
-    }
+    Number(&'static str, i64),
 }
 
 impl fmt::Display for Define {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.value {
-            DefineValue::Word(word) => write!(f, "{}={word}", self.name),
-            DefineValue::Number(number) => write!(f, "{}={number}", self.name),
+        match self {
+            Self::Word(name, word) => write!(f, "{name}={word}"),
+            Self::Number(name, number) => write!(f, "{name}={number}"),
         }
     }
 }
@@ -115,11 +82,6 @@ pub struct CompileUnit {
 }
 
 impl CompileUnit {
-    /// A source with definitions.
-    pub const fn new(source: &'static KernelSource, defines: Vec<Define>) -> Self {
-        Self { source, defines }
-    }
-
     /// Options of the compiler.
     pub fn options(&self, arch: Arch) -> Vec<String> {
         let mut options = vec![
@@ -479,12 +441,23 @@ mod tests {
         assert_eq!(best(10, 0), None);
     }
 
-    static FIRST: KernelSource = KernelSource::with_headers("first.cu", "void first() {}", &[]);
-    static SECOND: KernelSource = KernelSource::with_headers("first.cu", "void second() {}", &[]);
+    const fn source(text: &'static str) -> KernelSource {
+        KernelSource {
+            file: "first.cu",
+            text,
+            headers: &[],
+        }
+    }
+
+    static FIRST: KernelSource = source("void first() {}");
+    static SECOND: KernelSource = source("void second() {}");
 
     #[test]
     fn a_name_depends_on_all_that_decides_the_code() {
-        let unit = |source, value| CompileUnit::new(source, vec![Define::number("D", value)]);
+        let unit = |source, value| CompileUnit {
+            source,
+            defines: vec![Define::Number("D", value)],
+        };
         let names = [
             file_name("12.9", &unit(&FIRST, 64), Arch::SM_80),
             file_name("13.0", &unit(&FIRST, 64), Arch::SM_80),

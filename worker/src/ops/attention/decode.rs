@@ -140,9 +140,9 @@ fn heads_of_block(heads_per_kv: usize) -> usize {
 
 fn defines(act: &'static str, head: usize, heads: usize, width: usize) -> Vec<Define> {
     vec![
-        Define::word("ACT", act),
-        Define::number("HEAD", head as i64),
-        Define::number("HEADS", heads as i64),
+        Define::Word("ACT", act),
+        Define::Number("HEAD", head as i64),
+        Define::Number("HEADS", heads as i64),
         vec_define(width),
     ]
 }

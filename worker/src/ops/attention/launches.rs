@@ -67,6 +67,12 @@ pub(super) static BACKWARD: Pass = Pass {
     ],
 };
 
+/// True if tensor cores can have the attention of such heads.
+pub(crate) fn has_tensor_kernels(head_size: usize) -> bool {
+    let has_cut = |pass: &Pass| pass.cuts.iter().any(|cut| cut.head == head_size);
+    has_cut(&FORWARD) && has_cut(&BACKWARD)
+}
+
 /// What a kernel is compiled for, beside types and sizes.
 #[derive(Clone, Copy, Debug)]
 struct Variant {
@@ -77,9 +83,9 @@ struct Variant {
 impl Variant {
     /// Without a mask and sharing nothing, a kernel is compiled as it always was.
     fn defines(self) -> impl Iterator<Item = Define> {
-        let mask = self.has_mask.then(|| Define::number("DROPOUT", 1));
+        let mask = self.has_mask.then_some(Define::Number("DROPOUT", 1));
         let shares = self.heads_per_kv > 1;
-        let shared = shares.then(|| Define::number("HEADS_PER_KV", self.heads_per_kv as i64));
+        let shared = shares.then_some(Define::Number("HEADS_PER_KV", self.heads_per_kv as i64));
         mask.into_iter().chain(shared)
     }
 }
@@ -130,7 +136,7 @@ impl TileCut {
     }
 
     fn defines(self, variant: Variant) -> Vec<Define> {
-        let number = |name, value: usize| Define::number(name, value as i64);
+        let number = |name, value: usize| Define::Number(name, value as i64);
         let mut defines = vec![
             number("HEAD", self.head),
             number("WARPS", self.warps),
@@ -154,9 +160,9 @@ const fn plain_tile(head: usize) -> usize {
 
 fn plain_defines(act: &'static str, head: usize, variant: Variant) -> Vec<Define> {
     let mut defines = vec![
-        Define::word("ACT", act),
-        Define::number("HEAD", head as i64),
-        Define::number("TILE", plain_tile(head) as i64),
+        Define::Word("ACT", act),
+        Define::Number("HEAD", head as i64),
+        Define::Number("TILE", plain_tile(head) as i64),
     ];
     defines.extend(variant.defines());
     defines

@@ -22,5 +22,6 @@ mod shape;
 
 pub use causal::{AttentionBackward, AttentionForward};
 pub use decode::AttentionDecode;
+pub(crate) use launches::has_tensor_kernels;
 pub use rotary::{Rotary, RotaryEmbedding};
 pub use shape::AttentionShape;

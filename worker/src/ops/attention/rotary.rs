@@ -266,8 +266,8 @@ const MAX_HEAD: usize = 512;
 
 fn defines(act: &'static str, head: usize, width: usize) -> Vec<Define> {
     vec![
-        Define::word("ACT", act),
-        Define::number("HEAD", head as i64),
+        Define::Word("ACT", act),
+        Define::Number("HEAD", head as i64),
         vec_define(width),
     ]
 }

@@ -21,7 +21,11 @@ const HEADERS: &[(&str, &str)] = &[
 
 /// A file of kernels, which may include all headers of this folder.
 pub(crate) const fn kernels(file: &'static str, text: &'static str) -> KernelSource {
-    KernelSource::with_headers(file, text, HEADERS)
+    KernelSource {
+        file,
+        text,
+        headers: HEADERS,
+    }
 }
 
 /// Kernels that run one after the other.
@@ -117,7 +121,7 @@ impl Call {
         grid: Grid,
     ) -> Self {
         Self {
-            unit: CompileUnit::new(source, defines),
+            unit: CompileUnit { source, defines },
             kernel,
             grid,
             args: Vec::new(),
@@ -224,19 +228,19 @@ pub(crate) fn width(row: usize, buffers: &[&Buffer]) -> usize {
 
 /// The definition of `VEC`.
 pub(crate) fn vec_define(width: usize) -> Define {
-    Define::number("VEC", width as i64)
+    Define::Number("VEC", width as i64)
 }
 
 /// Definitions of a kernel that knows one type, and the elements that it loads at once.
 pub(crate) fn act_defines(act: &'static str, width: usize) -> Vec<Define> {
-    vec![Define::word("ACT", act), vec_define(width)]
+    vec![Define::Word("ACT", act), vec_define(width)]
 }
 
 /// Definitions of a kernel that adds activations of one type to gradients of another.
 pub(crate) fn grad_defines(act: &'static str, grad: &'static str, width: usize) -> Vec<Define> {
     vec![
-        Define::word("ACT", act),
-        Define::word("GRAD", grad),
+        Define::Word("ACT", act),
+        Define::Word("GRAD", grad),
         vec_define(width),
     ]
 }

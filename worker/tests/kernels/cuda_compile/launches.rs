@@ -223,8 +223,8 @@ fn unit_of(text: &str, launched: &[Launch]) -> CompileUnit {
     let defines = defines.split(' ').map(|define| {
         let (name, value) = define.split_once('=').expect("a value");
         match value.parse() {
-            Ok(number) => Define::number(leaked(name), number),
-            Err(_) => Define::word(leaked(name), leaked(value)),
+            Ok(number) => Define::Number(leaked(name), number),
+            Err(_) => Define::Word(leaked(name), leaked(value)),
         }
     });
     let defines: Vec<Define> = defines.collect();
@@ -239,7 +239,10 @@ fn unit_of(text: &str, launched: &[Launch]) -> CompileUnit {
         defines.iter().all(is_known),
         "`{text}` has a name that no launch has"
     );
-    CompileUnit::new(of_file[0].unit.source, defines)
+    CompileUnit {
+        source: of_file[0].unit.source,
+        defines,
+    }
 }
 
 #[test]

@@ -24,26 +24,33 @@ use compiled::nvrtc;
 use ddp_worker::device::DeviceError;
 use ddp_worker::device::cuda::{Arch, CompileUnit, Define, KernelCache, KernelSource};
 
-static GOOD: KernelSource = KernelSource::with_headers(
-    "good.cu",
-    "#include \"scale.cuh\"\nextern \"C\" __global__ void scale(REAL *x) { x[threadIdx.x] *= factor(); }\n",
-    &[(
+static GOOD: KernelSource = KernelSource {
+    file: "good.cu",
+    text: "#include \"scale.cuh\"\nextern \"C\" __global__ void scale(REAL *x) { x[threadIdx.x] *= factor(); }\n",
+    headers: &[(
         "scale.cuh",
         "static __device__ REAL factor() { return (REAL)FACTOR; }\n",
     )],
-);
+};
 
-static BAD: KernelSource = KernelSource::with_headers(
-    "bad.cu",
-    "extern \"C\" __global__ void broken(float *x) {\n    x[0] = undefined;\n}\n",
-    &[],
-);
+static BAD: KernelSource = KernelSource {
+    file: "bad.cu",
+    text: "extern \"C\" __global__ void broken(float *x) {\n    x[0] = undefined;\n}\n",
+    headers: &[],
+};
+
+fn bad() -> CompileUnit {
+    CompileUnit {
+        source: &BAD,
+        defines: Vec::new(),
+    }
+}
 
 fn good(factor: i64) -> CompileUnit {
-    CompileUnit::new(
-        &GOOD,
-        vec![Define::word("REAL", "float"), Define::number("FACTOR", factor)],
-    )
+    CompileUnit {
+        source: &GOOD,
+        defines: vec![Define::Word("REAL", "float"), Define::Number("FACTOR", factor)],
+    }
 }
 
 #[test]
@@ -63,9 +70,7 @@ fn a_unit_becomes_machine_code() {
 #[test]
 fn an_error_shows_the_file_and_its_line() {
     let Some(nvrtc) = nvrtc() else { return };
-    let error = nvrtc
-        .compile(&CompileUnit::new(&BAD, Vec::new()), Arch::SM_80)
-        .unwrap_err();
+    let error = nvrtc.compile(&bad(), Arch::SM_80).unwrap_err();
     assert!(matches!(error, DeviceError::Compile { .. }), "{error}");
     let text = error.to_string();
     assert!(

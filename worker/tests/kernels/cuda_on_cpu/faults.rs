@@ -8,9 +8,9 @@ use ddp_worker::ops::cuda::{Arg, Call, Plan};
 
 use super::device::Imitation;
 
-static SOURCE: KernelSource = KernelSource::with_headers(
-    "faults.cu",
-    r#"
+static SOURCE: KernelSource = KernelSource {
+    file: "faults.cu",
+    text: r#"
 #include "tensor_core.cuh"
 extern "C" __global__ void good(float *x) {
     __shared__ float all[64];
@@ -62,14 +62,14 @@ extern "C" __global__ void waits_for_copies(float *x) { turn(x, true); }
 extern "C" __global__ void does_not_wait_for_copies(float *x) { turn(x, false); }
 extern "C" __global__ void only_reads(const float *x) { const_cast<float *>(x)[threadIdx.x] = 2.0f; }
 "#,
-    &[
+    headers: &[
         (
             "tensor_core.cuh",
             include_str!("../../../src/ops/cuda/tensor_core.cuh"),
         ),
         ("element.cuh", include_str!("../../../src/ops/cuda/element.cuh")),
     ],
-);
+};
 
 /// What a kernel makes of 64 numbers, with as many in shared memory, and 64 threads; or what is said of it.
 fn run(kernel: &'static str, arg: impl FnOnce(Buffer) -> Arg) -> Result<Vec<f32>, String> {
@@ -80,7 +80,10 @@ fn run(kernel: &'static str, arg: impl FnOnce(Buffer) -> Arg) -> Result<Vec<f32>
         *x = i as f32;
     }
     let call = Call {
-        unit: CompileUnit::new(&SOURCE, Vec::new()),
+        unit: CompileUnit {
+            source: &SOURCE,
+            defines: Vec::new(),
+        },
         kernel,
         grid: Grid::linear(1, 64).with_shared(64 * size_of::<f32>()),
         args: vec![arg(buffer.clone())],
