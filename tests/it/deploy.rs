@@ -154,7 +154,8 @@ fn a_batch_job_is_requeued_a_limited_number_of_times() {
     // Bash takes `08` for an octal number, which has no digit 8.
     for (count, limit, is_requeued) in [("1", "2", true), ("2", "2", false), ("8", "08", false)] {
         let (bin, job) = (temp_dir(), job_with_a_free_port());
-        let finished = batch(bin.path(), &job, "kill -TERM $$")
+        // `$$` is a dollar sign in the arguments of what torchrun would run.
+        let finished = batch(bin.path(), &job, "kill -TERM $$$$")
             .env("SLURM_RESTART_COUNT", count)
             .env("MAX_REQUEUES", limit)
             .run();

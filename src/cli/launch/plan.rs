@@ -120,7 +120,6 @@ pub fn resolve(
     let nodes = nodes(&settings);
     let alone = nodes.max == 1;
     let job = job(&settings, &target, validated.as_ref(), nodes);
-    let python = python(&get_env);
     let (workers, cores) = places(&settings, validated.as_ref())?;
     if let Some(refusal) = (validated.as_ref()).and_then(|config| config.refusal(workers, nodes)) {
         return Err(refusal);
@@ -136,7 +135,6 @@ pub fn resolve(
     };
     let log_dir = log_dir(&settings, out_dir, &output, new_logs)?;
     let native = target.kind == TargetKind::Native;
-    let of_torchrun = is_of_torchrun(&target, &settings);
     if alone && workers == 1 && !native && log_dir.is_none() {
         hand_over_terminal(&mut output, &mut signals);
     }
@@ -168,11 +166,7 @@ pub fn resolve(
         signals,
         cores,
         event_log: settings.event_log_handler.clone().and_then(|log| log.0),
-        command: WorkerCommand {
-            agent_store: of_torchrun && get_env(NO_AGENT_STORE).as_deref() != Some("1"),
-            macros: of_torchrun,
-            ..target.command(exe, python)
-        },
+        command: command(&target, &settings, exe, &get_env),
     };
     Ok(Launch {
         environment: environment_of(&plan, &get_env),
@@ -184,10 +178,21 @@ pub fn resolve(
     })
 }
 
-/// Torchrun would run it too: what Python runs, and what `--no-python` runs. As with torchrun, the agent hosts its store
-/// and replaces macros in its arguments. Other programs run verbatim and have `MASTER_PORT` to themselves.
-fn is_of_torchrun(target: &Target, settings: &Settings) -> bool {
-    matches!(target.kind, TargetKind::Python | TargetKind::Module) || settings.no_python == Some(true)
+/// The command of every worker. As with torchrun, the agent hosts the store of what Python and `--no-python` run, and
+/// replaces macros in their arguments. Other programs run verbatim and have `MASTER_PORT` to themselves.
+fn command(
+    target: &Target,
+    settings: &Settings,
+    exe: &SelfExe,
+    get_env: &impl Fn(&str) -> Option<String>,
+) -> WorkerCommand {
+    let is_python = matches!(target.kind, TargetKind::Python | TargetKind::Module);
+    let of_torchrun = is_python || settings.no_python == Some(true);
+    WorkerCommand {
+        agent_store: of_torchrun && get_env(NO_AGENT_STORE).as_deref() != Some("1"),
+        macros: of_torchrun,
+        ..target.command(exe, python(get_env))
+    }
 }
 
 /// A job, as all of its nodes must describe it.
