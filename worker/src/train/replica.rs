@@ -252,7 +252,6 @@ impl Replica {
     }
 }
 
-/// This rank in its tensor group, or `None` if it is alone there. Every rank must call it.
 /// Between the stages of the pipeline. Every rank must call it.
 pub(crate) fn edge_queues(
     world: &World,
@@ -275,6 +274,7 @@ pub(crate) fn edge_queues(
     )?)
 }
 
+/// This rank in its tensor group, or `None` if it is alone there. Every rank must call it.
 pub(crate) fn tensor_group(world: &World, is_sequence: bool) -> Result<Option<TensorGroup>, TrainError> {
     if world.mesh.size(&[Axis::Tensor]) == 1 {
         return Ok(None);
