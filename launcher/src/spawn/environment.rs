@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
 use std::net::IpAddr;
+use std::path::Path;
 
 use ddp_proto::env::{DDP_JOB_MARKER, DDP_LOCAL_RANK, DDP_PROGRESS, SCRUBBED, WorkerEnv};
 use nix::ifaddrs::getifaddrs;
@@ -60,7 +61,12 @@ pub(crate) fn of_worker(common: &Common<'_>, contract: &WorkerEnv) -> Vec<(OsStr
     env.insert(ASYNC_ERROR_HANDLING.into(), "1".into());
     if common.native {
         env.insert(MAX_CONNECTIONS.into(), "32".into());
-        if let Some(interface) = common.node_addr.and_then(interface_of) {
+        // A variable would take precedence over these files.
+        let home = std::env::home_dir().unwrap_or_default();
+        let files = [Path::new("/etc/nccl.conf"), &home.join(".nccl.conf")];
+        if let Some(interface) = common.node_addr.and_then(interface_of)
+            && !files.iter().any(|file| file.exists())
+        {
             env.insert(NCCL_INTERFACE.into(), format!("={interface}").into());
         }
     }

@@ -319,8 +319,10 @@ fn cores(
             hint: "start fewer workers, or omit the flag".to_owned(),
         })?,
     };
-    if let Some(doubt) = unseen.or(bound.doubt).filter(|_| is_asked_for) {
-        eprintln!("[ddp-run] `--numa-binding`: {doubt}");
+    match unseen.or(bound.doubt) {
+        Some(_) if !is_asked_for => return Ok(Vec::new()),
+        Some(doubt) => eprintln!("[ddp-run] `--numa-binding`: {doubt}"),
+        None => {}
     }
     Ok(bound.cores)
 }

@@ -78,7 +78,7 @@ impl LibraryKind {
                 version_function: "ncclGetVersion",
                 package: None,
                 purpose: "collectives between GPUs",
-                hint: "`pip install nvidia-nccl-cu12` in an active Python environment, or the package `libnccl2`",
+                hint: "the package `libnccl2`, or `pip install nvidia-nccl-cu12` and its folder `nvidia/nccl/lib` in LD_LIBRARY_PATH",
             },
         }
     }

@@ -43,7 +43,7 @@ impl Library {
         for path in candidates(kind, &searched, driver) {
             match Self::open_at(kind, &path) {
                 Ok(library) => return Ok(library),
-                Err(error) if path.is_relative() => loader = words(&error),
+                Err(error) if is_absence(&words(&error), &path) => loader = words(&error),
                 Err(error) => {
                     let problem = format!("cannot be loaded: {}", words(&error));
                     refused.get_or_insert(LibraryError::Unusable { kind, path, problem });
@@ -165,6 +165,15 @@ fn cuda_of_driver() -> Option<Version> {
 }
 
 /// The loader's own words; they are in the cause of the error.
+/// Whether the dynamic loader says that there is no file of this name, and not that it cannot be loaded.
+fn is_absence(words: &str, name: &Path) -> bool {
+    let absent = format!(
+        "{}: cannot open shared object file: No such file or directory",
+        name.display()
+    );
+    name.is_relative() && words == absent
+}
+
 fn words(error: &libloading::Error) -> String {
     std::error::Error::source(error).map_or_else(|| error.to_string(), ToString::to_string)
 }
@@ -311,6 +320,21 @@ mod tests {
     use super::*;
     use crate::libraries::{Library, LibraryError, LibraryKind};
 
+    /// A driver that cannot be loaded is not taken for no driver.
+    #[test]
+    fn only_a_missing_file_is_an_absence() {
+        let name = Path::new("libcuda.so.1");
+        let missing = "libcuda.so.1: cannot open shared object file: No such file or directory";
+        assert!(is_absence(missing, name));
+        for broken in [
+            "/images/libcuda.so.1: file too short",
+            "libnvidia-ptx.so: cannot open shared object file: No such file or directory",
+        ] {
+            assert!(!is_absence(broken, name), "{broken}");
+        }
+        assert!(!is_absence(missing, Path::new("/x/libcuda.so.1")));
+    }
+
     #[test]
     fn a_library_that_is_nowhere_is_reported_with_where_it_was_looked_for() {
         let error = LibraryError::NotFound {
@@ -320,7 +344,7 @@ mod tests {
         };
         insta::assert_snapshot!(error, @r"
         `libnccl.so` not found; it is needed for collectives between GPUs; searched `/a`, `/b`; the dynamic loader: libnccl.so.2: cannot open shared object file
-          hint: `pip install nvidia-nccl-cu12` in an active Python environment, or the package `libnccl2`
+          hint: the package `libnccl2`, or `pip install nvidia-nccl-cu12` and its folder `nvidia/nccl/lib` in LD_LIBRARY_PATH
         ");
     }
 

@@ -11,6 +11,8 @@ const FEW_OPEN_FILES: u64 = 1024;
 
 /// Bytes of `/dev/shm` that NCCL takes for a GPU, and some.
 const SMALL_SHM: u64 = 64 << 20;
+/// Locked memory with which RDMA works; what it registers is less.
+const SMALL_MEMLOCK: u64 = 1 << 30;
 
 /// Oldest NCCL with communicators that are initialised without blocking and split.
 const OLDEST_NCCL: Version = Version {
@@ -187,12 +189,7 @@ fn fabric_findings(facts: &Facts, gpus: usize) -> Vec<Finding> {
         .is_some_and(|bytes| bytes < SMALL_SHM * gpus as u64);
     let cases = [
         (
-            fabric.manager_runs == Some(false),
-            "the fabric manager of the NVSwitches does not run: CUDA does not start",
-            "`systemctl start nvidia-fabricmanager`; in a container, on the host",
-        ),
-        (
-            facts.memlock_bytes.is_some() && !fabric.infiniband.is_empty(),
+            facts.memlock_bytes.is_some_and(|bytes| bytes < SMALL_MEMLOCK) && !fabric.infiniband.is_empty(),
             "the limit on locked memory is too low for InfiniBand",
             "`ulimit -l unlimited`; in a container, `--ulimit memlock=-1`",
         ),
@@ -470,7 +467,7 @@ mod tests {
         - `/x/libnvrtc.so.1` (NVRTC 13.0) is newer than the driver, which supports CUDA 12.8
           hint: `pip install nvidia-cuda-nvrtc-cu12` in an active Python environment, or a driver for CUDA 13
         - `libnccl.so` not found (collectives between GPUs)
-          hint: `pip install nvidia-nccl-cu12` in an active Python environment, or the package `libnccl2`
+          hint: the package `libnccl2`, or `pip install nvidia-nccl-cu12` and its folder `nvidia/nccl/lib` in LD_LIBRARY_PATH
         ");
     }
 
@@ -494,7 +491,6 @@ mod tests {
             "InfiniBand           mlx5_0",
             "/dev/shm             0.1 GiB",
             "PCI access control   on, at 2 bridges",
-            "- the fabric manager of the NVSwitches does not run",
             "- the limit on locked memory is too low for InfiniBand",
             "- `/dev/shm` is too small for NCCL",
             "- PCI access control (ACS) makes GPUs",

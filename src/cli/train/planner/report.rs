@@ -269,7 +269,7 @@ fn advice(comparison: &Comparison, machines: &Machines, is_best: bool) -> String
             )
         }
         Advice::Change(None) => format!(
-            "{none} fits into {}, not even with recomputation, an offloaded optimizer and a reduction in bf16: use a smaller `train.micro_batch` or more nodes.\n",
+            "{none} fits into {}, not even with recomputation and an offloaded optimizer: use a smaller `train.micro_batch` or more nodes.\n",
             bytes(memory)
         ),
         Advice::Change(Some(adjustment)) => format!(

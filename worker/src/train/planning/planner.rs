@@ -109,11 +109,11 @@ fn choice(candidates: &[Candidate]) -> Option<Strategy> {
 /// The first combination with which `zero3` fits. Recomputation costs less time than offloading; a reduction in bf16 changes
 /// the numbers.
 fn adjustment(config: &TrainConfig, machines: &Machines) -> Result<Option<Adjustment>, TrainError> {
-    let reductions: &[ReduceDtype] = match config.train.precision {
-        Precision::Bf16 => &[config.parallel.reduce_dtype, ReduceDtype::Bf16],
-        Precision::F32 | Precision::Tf32 => &[config.parallel.reduce_dtype],
+    let reductions = match (config.train.precision, config.parallel.reduce_dtype) {
+        (Precision::Bf16, ReduceDtype::F32) => vec![ReduceDtype::F32, ReduceDtype::Bf16],
+        (_, given) => vec![given],
     };
-    for &reduce_dtype in reductions {
+    for reduce_dtype in reductions {
         for offload in [config.train.offload.optimizer, OptimizerOffload::Host] {
             for recompute in [Recompute::Norms, Recompute::Selective, Recompute::Full] {
                 let mut changed = under(config, Strategy::Zero3);
