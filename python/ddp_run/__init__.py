@@ -171,20 +171,18 @@ def stoppable(save: Callable[[], Any], agree: Callable[[bool], bool] | None = No
     """Saves and exits with 0 at a step boundary when the job is asked to stop.
 
     Yields `boundary(step, loss=None)`, which every rank calls once per step, with the number of finished steps. It
-    sends a heartbeat. If any rank was asked to stop, all ranks leave the block at the next boundary, call `save` and
-    exit. They have `--shutdown-timeout` for that; while they save, the signals that stop a job are ignored. A failure that another
+    sends a heartbeat. If any rank was asked to stop, all ranks leave the block there, call `save` and exit. They have
+    `--shutdown-timeout` for that; while they save, the signals that stop a job are ignored. A failure that another
     rank or node caused is raised as `GenerationOver`.
 
     A block that ends normally closes the connection to the launcher. The script is then neither watched for
     `--hang-timeout` nor asked to stop, and gets signals at once, until it calls a function of this package again.
 
     `agree(asked)` combines the ranks' answers: it gets whether this rank was asked, and returns whether any rank was,
-    so that no rank leaves the others waiting in a collective. The default is a small all-reduce with gloo, which runs
-    during the next step and synchronises no device, if `torch.distributed` is initialised. Otherwise each rank decides
-    alone, and ranks may leave at different steps.
+    so that no rank leaves the others waiting in a collective. The default is a small all-reduce if `torch.distributed`
+    is initialised. Otherwise each rank decides alone, and ranks may leave at different steps.
     """
-    default, done = _Agreement(), 0
-    agree = agree or default
+    agree, done = agree or _any_rank, 0
     _launcher.listen()
 
     def boundary(step: int, loss: float | None = None) -> None:
@@ -197,7 +195,6 @@ def stoppable(save: Callable[[], Any], agree: Callable[[bool], bool] | None = No
 
     try:
         yield boundary
-        default.finish()
     except _Stop:
         heartbeat(done, "saving")
         with _signals_ignored():
@@ -231,40 +228,14 @@ class _Stop(BaseException):
     """Leaves the block of `stoppable`, past every `except Exception` of the script."""
 
 
-class _Agreement:
-    """Whether any rank was asked to stop, known to all at the same boundary: the one after. Ranks add their answers up on
-    the CPU while they train, so neither a rank nor a device waits.
-    """
-
-    # The process group of the script, and the one that is used in its place.
-    groups: tuple[Any, Any] = (None, None)
-
-    def __init__(self) -> None:
-        self._answers: Any = None
-        self._work: Any = None
-
-    def __call__(self, asked: bool) -> bool:
-        if self.finish():
-            return True
-        dist = sys.modules.get("torch.distributed")
-        if dist is None or not dist.is_available() or not dist.is_initialized():
-            return asked
-        if _Agreement.groups[0] is not dist.group.WORLD:
-            has_cpu = dist.get_backend() == "gloo" or not dist.is_gloo_available()
-            _Agreement.groups = (dist.group.WORLD, None if has_cpu else dist.new_group(backend="gloo"))
-        group = _Agreement.groups[1]
-        on_device = group is None and dist.get_backend() == "nccl"
-        self._answers = sys.modules["torch"].tensor(int(asked), device="cuda" if on_device else "cpu")
-        self._work = dist.all_reduce(self._answers, op=dist.ReduceOp.MAX, group=group, async_op=True)
-        return False
-
-    def finish(self) -> bool:
-        """Ends what the last boundary began."""
-        work, self._work = self._work, None
-        if work is None:
-            return False
-        work.wait()
-        return bool(self._answers.item())
+def _any_rank(asked: bool) -> bool:
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return asked
+    torch = sys.modules["torch"]
+    flag = torch.tensor(int(asked), device="cuda" if dist.get_backend() == "nccl" else "cpu")
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag.item())
 
 
 class _Launcher:

@@ -136,11 +136,17 @@ def _keep(connection: socket.socket, folder: pathlib.Path, function: Any, args: 
         connection.close()
         _exit_after(lambda: _become(json.loads(text), streams, folder, function, args))
     process = os.pidfd_open(worker)
-    while process not in (ready := select.select([connection, process], [], [])[0]):
-        number = connection.recv(1) if ready else b""
-        os.kill(worker, number[0] if number else signal.SIGKILL)
-        if not number:
-            return
+    try:
+        while process not in (ready := select.select([connection, process], [], [])[0]):
+            number = connection.recv(1) if ready else b""
+            if not number:
+                os.kill(worker, signal.SIGKILL)
+                return
+            os.kill(worker, number[0])
+    finally:
+        # What it has started is no descendant of the launcher, which could not find it.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(worker, signal.SIGKILL)
     _, status = os.waitpid(worker, 0)
     with contextlib.suppress(OSError):
         connection.sendall(status.to_bytes(4, "big"))
@@ -149,6 +155,10 @@ def _keep(connection: socket.socket, folder: pathlib.Path, function: Any, args: 
 def _become(env: dict[str, str], streams: list[int], folder: pathlib.Path, function: Any, args: tuple[Any, ...]) -> None:
     import ddp_run
 
+    # Signals of a terminal are for the caller; and all that this worker starts can be found.
+    os.setsid()
+    with contextlib.suppress(OSError):
+        os.sched_setaffinity(0, os.sched_getaffinity(int(env["DDP_STAND_IN"])))
     for number in FORWARDED:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)

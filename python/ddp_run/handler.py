@@ -50,8 +50,9 @@ class _Place:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        with connection.makefile("r") as lines:
-            self.env: dict[str, str] = json.loads(lines.readline() or "{}")
+        # Unbuffered: what follows is for `is_over`.
+        with connection.makefile("rb", buffering=0) as lines:
+            self.env: dict[str, str] = json.loads(lines.readline() or b"{}")
 
     def is_over(self) -> bool:
         """The generation is: the stand-in says so, or is gone."""
@@ -152,6 +153,8 @@ class Handler(api.RendezvousHandler):
         path = str(pathlib.Path(self._folder.name, "stand-in"))
         code = f"import sys; sys.path.append({PACKAGE_PARENT!r}); from ddp_run.stand_in import main; main({path!r})"
         env = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
+        # For workers. The store of the rendezvous is there in any case.
+        env.pop("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", None)
         return start([program, *words, "--no-python", "--", sys.executable, "-c", code], env)
 
     def _next_place(self) -> _Place:

@@ -63,7 +63,7 @@ class LaunchConfig:
 
 @dataclasses.dataclass
 class Failure:
-    """The first failure of this node's workers; `local_rank` is -1 if it was another node's."""
+    """The first failure of this node's workers; `rank` and `local_rank` are -1 if it was another node's."""
 
     rank: int
     local_rank: int
@@ -118,8 +118,7 @@ class elastic_launch:  # noqa: N801, the name in PyTorch
         env = _environment()
         env["TORCHELASTIC_ERROR_FILE"] = str(folder / "error.json")
         words = [program, *flags(self._config)]
-        if self._config.event_log_handler == "null":
-            words += ["--event-log-handler", str(folder / "events")]
+        words += ["--event-log-handler", str(folder / "events")]
         with contextlib.ExitStack() as resources:
             if isinstance(self._entrypoint, str):
                 words += _target(self._entrypoint, [str(arg) for arg in args], env)
@@ -148,8 +147,8 @@ def flags(config: Any) -> list[str]:
         raise _refused("rdzv_backend", f"use one of {', '.join(BACKENDS)}", config.rdzv_backend)
     if config.metrics_cfg:
         raise _refused("metrics_cfg", "`ddp-rendezvous` has `/metrics`", config.metrics_cfg)
-    if config.event_log_handler not in ("null", "console"):
-        raise _refused("event_log_handler", "use `null` or `console`", config.event_log_handler)
+    if config.event_log_handler != "null":
+        raise _refused("event_log_handler", "use `null`: results come with the events", config.event_log_handler)
     values: dict[str, Any] = {
         "nnodes": f"{config.min_nodes}:{config.max_nodes}",
         "nproc-per-node": config.nproc_per_node,
@@ -163,7 +162,6 @@ def flags(config: Any) -> list[str]:
         "rdzv-conf": ",".join(f"{key}={value}" for key, value in conf.items()),
         "duplicate-stdout-filters": _words(config.duplicate_stdout_filters),
         "duplicate-stderr-filters": _words(config.duplicate_stderr_filters),
-        "event-log-handler": "" if config.event_log_handler == "null" else config.event_log_handler,
         "numa-binding": config.numa_options and config.numa_options.affinity_mode.value,
         **_place(config, rank),
         **_logs(config.logs_specs),
@@ -259,8 +257,13 @@ def _run(words: list[str], env: dict[str, str], signals: str) -> tuple[int, int 
     copies = [threading.Thread(target=_copy, args=pair, daemon=True) for pair in ends if pair[1] is not None]
     for copy in copies:
         copy.start()
-    with _passed_on(process, signals) as received:
-        exit_code = process.wait()
+    try:
+        with _passed_on(process, signals) as received:
+            exit_code = process.wait()
+    except BaseException:
+        process.terminate()
+        process.wait()
+        raise
     for copy in copies:
         copy.join()
     return exit_code, received[0] if received else None
@@ -302,17 +305,21 @@ def _passed_on(process: subprocess.Popen[bytes], signals: str) -> Iterator[list[
 def _outcome(folder: pathlib.Path, exit_code: int) -> tuple[list[int], Failure | None, str]:
     """The ranks of this node in the last generation, its first failure, and the report, from the events."""
     events = folder / "events"
-    known = [json.loads(line) for line in events.read_text().splitlines()] if events.exists() else []
+    known = []
+    for line in events.read_bytes().split(b"\n") if events.exists() else ():
+        with contextlib.suppress(ValueError):  # cut off by a `kill -9` of `ddp-run`
+            known.append(json.loads(line))
     last = max((event.get("generation", 0) for event in known), default=0)
     of_last = [event for event in known if event.get("generation") == last]
     started = {event["local_rank"]: event for event in of_last if event["event"] == "worker_started"}
     report = next((event.get("report") or "" for event in known if event["event"] == "finished"), "")
     ends = (event for event in of_last if event["event"] == "worker_ended")
-    failed = next((event for event in ends if event["ending"] != "exited with code 0"), None)
+    not_failures = ("exited with code 0", "terminated by ddp-run")
+    failed = next((event for event in ends if not event["ending"].startswith(not_failures)), None)
     failure = None
-    if failed is not None:
-        local_rank = failed["local_rank"]
-        place = started.get(local_rank, {"rank": 0, "pid": 0})
+    if exit_code != 0 and started:
+        local_rank = -1 if failed is None else failed["local_rank"]
+        place = started.get(local_rank, {"rank": -1, "pid": 0})
         code = exit_code if exit_code < 128 else 128 - exit_code
         failure = Failure(place["rank"], local_rank, place["pid"], code, str(folder / "error.json"))
     return sorted(event["rank"] for event in started.values()), failure, report

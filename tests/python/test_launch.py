@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import types
 import unittest
 from unittest import mock
@@ -27,6 +28,15 @@ assert "ddp_run.launch" not in sys.modules
 """
 
 
+def is_running(pid):
+    """False of a zombie too: a container may have nothing that reaps it."""
+    try:
+        with open(f"/proc/{pid}/stat") as text:
+            return text.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 def place(first, second):
     return int(os.environ["RANK"]), first, second
 
@@ -44,6 +54,12 @@ def listens():
     """A rank that the launcher refuses waits for its answer in vain."""
     ddp_run.stop_requested()
     return ddp_run._launcher._answered.is_set() and not ddp_run._launcher._is_lost
+
+
+def leaves_a_child(file):
+    child = subprocess.Popen(["sleep", "100"])
+    with open(f"{file}-{os.environ['RANK']}", "w") as target:
+        target.write(str(child.pid))
 
 
 def fails(_):
@@ -97,6 +113,32 @@ class Launch(unittest.TestCase):
     def test_the_launcher_takes_connections_of_a_fork(self):
         results = ddp_run.elastic_launch(self.config(start_method="fork"), listens)()
         self.assertEqual(results, {0: True, 1: True})
+
+    def test_a_worker_leaves_nothing_behind(self):
+        for method in ("spawn", "fork"):
+            with self.subTest(method):
+                file = os.path.join(tempfile.gettempdir(), f"child-of-{method}")
+                ddp_run.elastic_launch(self.config(start_method=method), leaves_a_child)(file)
+                for rank in range(2):
+                    with open(f"{file}-{rank}") as text:
+                        child = int(text.read())
+                    end = time.monotonic() + PATIENCE_S
+                    while is_running(child) and time.monotonic() < end:
+                        time.sleep(0.05)
+                    self.assertFalse(is_running(child))
+
+    def test_what_ddp_run_ended_is_no_failure(self):
+        events = [
+            {"event": "worker_started", "generation": 1, "rank": 0, "local_rank": 0, "pid": 7},
+            {"event": "worker_ended", "generation": 1, "local_rank": 0, "ending": "terminated by ddp-run (SIGTERM)"},
+            {"event": "finished", "report": "rank 1 failed \u2028"},
+        ]
+        folder = pathlib.Path(tempfile.gettempdir())
+        text = "".join(json.dumps(event, ensure_ascii=False) + "\n" for event in events)
+        (folder / "events").write_text(text + '{"event": "cut o')
+        ranks, failure, report = launch._outcome(folder, 1)
+        self.assertEqual((ranks, failure.rank, failure.local_rank, failure.exit_code), ([0], -1, -1, 1))
+        self.assertEqual(report, "rank 1 failed \u2028")
 
     def test_a_failure_names_the_rank_and_its_exception(self):
         for method in ("spawn", "fork"):

@@ -255,22 +255,6 @@ class Stopping(Worker):
             boundary(2)
         self.assertEqual((asked, saved), ([True, True], [1]))
 
-    def test_the_answers_of_all_ranks_are_known_a_boundary_later(self):
-        events, asked_elsewhere = [], [0, 1]
-        work = mock.Mock(wait=lambda: events.append("wait"))
-        answers = mock.Mock(item=lambda: asked_elsewhere.pop(0))
-        torch = mock.Mock(tensor=lambda asked, device: events.append((asked, device)) or answers)
-        dist = mock.Mock(get_backend=lambda: "nccl", new_group=mock.Mock(return_value="gloo group"))
-        dist.all_reduce = lambda tensor, op, group, async_op: events.append((group, async_op)) or work
-        self.enter(mock.patch.dict(sys.modules, {"torch": torch, "torch.distributed": dist}))
-        self.enter(mock.patch.object(ddp_run._Agreement, "groups", (None, None)))
-        agree = ddp_run._Agreement()
-        self.assertEqual([agree(False), agree(False), agree(False)], [False, False, True])
-        begun = [(0, "cpu"), ("gloo group", True)]
-        self.assertEqual(events, [*begun, "wait", *begun, "wait"])
-        self.assertFalse(agree.finish(), "nothing is left to wait for")
-        dist.new_group.assert_called_once_with(backend="gloo")
-
     def test_a_block_that_is_not_asked_to_stop_ends_as_it_would(self):
         with ddp_run.stoppable(self.fail) as boundary:
             boundary(1)

@@ -119,7 +119,10 @@ fn of_known_meeting(
     get: &impl Fn(&str) -> Option<String>,
 ) -> Result<(), CliError> {
     if is_of_mpirun(get) {
-        return of_mpirun(layer, get);
+        return match upper.nnodes {
+            Some(nodes) if nodes.max == 1 || upper.node_rank.is_some() => Ok(()),
+            _ => of_mpirun(layer, get),
+        };
     }
     layer.set("nnodes", "SLURM_NNODES", get("SLURM_NNODES"))?;
     set_slurm_rank(layer, get)?;
@@ -198,7 +201,9 @@ fn first_host_of_job(get: &impl Fn(&str) -> Option<String>) -> Option<(&'static 
     let node_file = || std::fs::read_to_string(get("PBS_NODEFILE")?).ok();
     let in_file = || Some(("PBS_NODEFILE", first_word(&node_file()?)?));
     // `host1 slots host2 slots`.
-    let of_lsf = || Some(("LSB_MCPU_HOSTS", first_word(&get("LSB_MCPU_HOSTS")?)?));
+    // `jsrun` starts nothing on the first one, the batch node.
+    let lsf_hosts = || get("LSB_MCPU_HOSTS").filter(|_| get("JSM_NAMESPACE_SIZE").is_none());
+    let of_lsf = || Some(("LSB_MCPU_HOSTS", first_word(&lsf_hosts()?)?));
     let of_slurm = || Some(("SLURM_JOB_NODELIST", first_host(&get("SLURM_JOB_NODELIST")?)));
     in_file().or_else(of_lsf).or_else(of_slurm)
 }
