@@ -73,9 +73,9 @@ Examples:
 const EXIT_CODES: &str = "\
 Exit codes: 0 success; the first failing worker's own code, or 128 + signal; 130/143 stopped by \
 SIGINT/SIGTERM; 2 usage or configuration; 69 rendezvous unreachable; 70 the launcher itself failed; \
-73 the run's directory is in use; 74 its disk is full; 75 rendezvous timed out; 76 nodes disagree on \
-the job; 77 refused; 78 an operator closed the job; 93 a worker failed and asked not to be restarted; \
-126, 127 the program cannot be executed, or does not exist.";
+71 the GPU of a node is gone; 73 the run's directory is in use; 74 its disk is full; 75 rendezvous \
+timed out; 76 nodes disagree on the job; 77 refused; 78 an operator closed the job; 93 a worker failed \
+and asked not to be restarted; 126, 127 the program cannot be executed, or does not exist.";
 
 /// Flags of other launchers, with the one that does the same here.
 const FLAGS_OF_OTHERS: [(&str, &str); 11] = [

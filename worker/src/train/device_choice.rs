@@ -6,7 +6,7 @@ use std::time::Duration;
 use ddp_proto::words::counted;
 
 use super::TrainError;
-use super::setup::is_restarted;
+use super::world::is_restarted;
 use crate::collective::nccl::Nccl;
 use crate::config::{Backend, Precision, TrainConfig};
 use crate::device::cuda::{CudaDevice, CudaOptions, GpuFacts, KernelCache, count_devices};

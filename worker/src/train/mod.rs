@@ -24,6 +24,7 @@
 mod checkpointing;
 mod device_choice;
 mod error;
+mod groups;
 mod idle_world;
 mod planning;
 mod rank_spec;

@@ -10,16 +10,20 @@ use std::sync::Arc;
 use ddp_proto::env::WorkerEnv;
 
 use super::TrainError;
+use super::groups::{Groups, edge_queues, tensor_group};
 use super::idle_world::idle_world;
 use super::replica::Replica;
 use super::run_row::{rehearse_evaluation, rehearse_step};
-use super::strategy::{Groups, ShardingStrategy, allocate, held, mesh, part_of, pipeline_plan};
+use super::strategy::{ShardingStrategy, held, mesh, part_of, pipeline_plan};
 use super::world::World;
-use crate::config::{LastBatch, TrainConfig};
+use crate::config::{Accumulate, LastBatch, TrainConfig};
 use crate::mesh::{Axis, MeshShape};
 use crate::model::{ActivationPool, Model, ModelPart};
 use crate::parallel::pipeline::PipelinePlan;
-use crate::parallel::{GradientLayout, NormOrder, ONE_COPY, Reducer, is_counted};
+use crate::parallel::{
+    GradientLayout, NormOrder, ONE_COPY, Parameters, Reducer, ReducerConfig, ReplicaSet, ReshardPolicy,
+    is_counted,
+};
 
 /// What a rank holds and does.
 #[derive(Clone)]
@@ -98,6 +102,43 @@ impl RankSpec {
         Ok(NormOrder::new(&chunks.collect::<Vec<_>>()))
     }
 
+    /// Connects to the other ranks. Every rank must call it.
+    pub(super) fn connect(&self, world: &World, config: &TrainConfig) -> Result<Groups, TrainError> {
+        let set = ReplicaSet::of(&world.mesh, &self.model.params)?;
+        Ok(Groups {
+            gathers: match self.strategy.reshard_policy(&config.parallel) {
+                ReshardPolicy::KeepAll => set.reduce.clone(),
+                // Apart from the gradients', so that gathering does not queue behind reducing.
+                ReshardPolicy::Release { .. } => world.mesh.group_for(&[Axis::Shard], "parameters")?,
+            },
+            set,
+            tensor: tensor_group(world, self.model.part.sequence)?,
+            edges: edge_queues(world, config, &self.model, &self.plan)?,
+        })
+    }
+
+    /// Allocates parameters and gradients. Every rank must call it.
+    pub(super) fn allocate(
+        &self,
+        world: &World,
+        config: &TrainConfig,
+        Groups { set, gathers, .. }: &Groups,
+    ) -> Result<(Parameters, Reducer), TrainError> {
+        let (strategy, layout) = (&self.strategy, &self.layout);
+        let (parallel, compute) = (&config.parallel, (&world.device, world.stream));
+        let sharding = Arc::new(strategy.sharding(layout, world.mesh.index(&[Axis::Shard])));
+        let policy = strategy.reshard_policy(parallel);
+        let parameters = Parameters::new((set, gathers), compute, &self.model, &sharding, policy)?;
+        let reduction = ReducerConfig {
+            sync: parallel.sync,
+            overlap: parallel.overlap,
+            accumulate: strategy.accumulate.unwrap_or(Accumulate::Full),
+            micro_batches: config.train.grad_accumulation,
+        };
+        let reducer = Reducer::over(set, compute, layout.clone(), &sharding, reduction)?;
+        Ok((parameters, reducer))
+    }
+
     /// The rank in an idle world, with an arena of so many bytes for activations.
     pub(super) fn idle(
         &self,
@@ -105,8 +146,8 @@ impl RankSpec {
         world: &World,
         activations: usize,
     ) -> Result<(Replica, Reducer), TrainError> {
-        let groups = Groups::connect(world, config, self)?;
-        let (parameters, reducer) = allocate(world, config, self, &groups)?;
+        let groups = self.connect(world, config)?;
+        let (parameters, reducer) = self.allocate(world, config, &groups)?;
         let (plan, held) = ((&self.plan, activations), (self.model.clone(), parameters));
         let replica = Replica::new(world, groups, held, plan, config)?;
         Ok((replica, reducer))

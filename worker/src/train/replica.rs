@@ -14,10 +14,10 @@ use crate::model::{
 use crate::ops::Fill;
 use crate::optim::{Optimizer, evict};
 use crate::parallel::pipeline::{Action, ActionKind, PipelinePlan};
-use crate::parallel::{CommTimes, CommTracker, DeviceTimes, EdgeQueues, Parameters, TensorGroup};
+use crate::parallel::{CommTimes, CommTracker, DeviceTimes, Parameters, TensorGroup};
 use crate::pretrained::PretrainedWeights;
 use crate::train::TrainError;
-use crate::train::strategy::Groups;
+use crate::train::groups::Groups;
 use crate::train::world::World;
 
 /// The model on this rank, and the memory of its micro-batches.
@@ -250,38 +250,6 @@ impl Replica {
         let mut times = self.trackers().map(CommTracker::take_device_times);
         [(); 3].map(|()| times.next().unwrap_or_default())
     }
-}
-
-/// Between the stages of the pipeline. Every rank must call it.
-pub(crate) fn edge_queues(
-    world: &World,
-    config: &TrainConfig,
-    model: &Model,
-    plan: &PipelinePlan,
-) -> Result<EdgeQueues, TrainError> {
-    let (samples, block_size) = (config.train.micro_batch, config.model.block_size);
-    // Under sequence parallelism blocks hand on a rank's own rows.
-    let handed_on = if model.part.sequence {
-        vec![samples * block_size / model.part.tensor.1, config.model.n_embd]
-    } else {
-        vec![samples, block_size, config.model.n_embd]
-    };
-    Ok(EdgeQueues::connect(
-        &world.mesh,
-        (&world.device, world.stream),
-        (plan.placement(), plan.capacity(), plan.actions()),
-        (&handed_on, model.dtype()),
-    )?)
-}
-
-/// This rank in its tensor group, or `None` if it is alone there. Every rank must call it.
-pub(crate) fn tensor_group(world: &World, is_sequence: bool) -> Result<Option<TensorGroup>, TrainError> {
-    if world.mesh.size(&[Axis::Tensor]) == 1 {
-        return Ok(None);
-    }
-    let comm = world.mesh.group_inline(&[Axis::Tensor], "tensor")?;
-    let compute = (&world.device, world.stream);
-    Ok(Some(TensorGroup::new(comm, compute, is_sequence)))
 }
 
 /// Memory for activations: such that the ranks of a tensor group need no copies to sum and gather them.

@@ -3,8 +3,6 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use ddp_proto::env::WorkerEnv;
-
 use super::TrainError;
 use super::checkpointing::{
     BatchBefore, Checkpoints, Origin, check_initial_weights, document, identity, open_checkpoint, rescale,
@@ -15,9 +13,9 @@ use super::rank_table::{RankTable, StepTable};
 use super::replica::Replica;
 use super::reporting::ProfilingWindow;
 use super::step::{Trainer, TrainerParts};
-use super::strategy::{Groups, allocate, optimizer};
+use super::strategy::optimizer;
 use super::warm_up::warm_up;
-use super::world::{World, WrapTransport, threads, timeout};
+use super::world::{World, WrapTransport, is_restarted, threads, timeout};
 use crate::checkpoint::{Batch, Disk, State, Storage};
 use crate::config::{OptimizerOffload, TrainConfig};
 use crate::data::{BatchShape, Dataset, Loader, ORDER_VERSION, Sampler};
@@ -151,13 +149,13 @@ pub(super) fn prepare<'a>(
     let device = choice.open(config, session, threads(config))?;
     let taken_before = device.taken_bytes();
     let world = World::connect(config, session, device, opened.transport, spec.strategy.mesh)?;
-    let groups = Groups::connect(&world, config, &spec)?;
+    let groups = spec.connect(&world, config)?;
     let taken = world
         .device
         .taken_bytes()
         .zip(taken_before)
         .filter(|_| world.size() > 1);
-    let (parameters, reducer) = allocate(&world, config, &spec, &groups)?;
+    let (parameters, reducer) = spec.allocate(&world, config, &groups)?;
     let home = state_home(&world, &parameters, config, &run_dir)?;
     let optimizer = optimizer(&parameters, home, config, &spec.model)?;
     let (set, compute) = (parameters.replica_set(), (&world.device, world.stream));
@@ -304,11 +302,6 @@ fn loader(config: &TrainConfig, world: &World, dataset: &Dataset) -> Loader {
         accumulation: config.train.grad_accumulation as u64,
     };
     Loader::new(dataset.train.clone(), sampler, shape, block_size).ending(config.data.last_batch)
-}
-
-/// True if the job was restarted before.
-pub(super) fn is_restarted(env: &WorkerEnv) -> bool {
-    env.restart_count > 0 || env.generation.get() > 1
 }
 
 fn open_run_dir(config: &TrainConfig, session: &Session) -> Result<(RunDir, Option<u64>), TrainError> {

@@ -4,8 +4,9 @@
 use ddp_proto::words::{bytes, counted, grouped};
 
 use super::planning::Footprint;
-use super::setup::{Prepared, is_restarted};
+use super::setup::Prepared;
 use super::step::TrainerParts;
+use super::world::is_restarted;
 use crate::config::{
     Accumulate, LrScaling, Model, ModelKind, OptimizerOffload, Recompute, Strategy, Sync, Train, TrainConfig,
 };

@@ -12,15 +12,9 @@
 //! With `parallel.shard_group`, all this is within a group of ranks, and slices are summed over the groups. Where a
 //! group is one rank, everything is whole, and the strategy is `ddp` whatever it is called.
 
-use std::sync::Arc;
-
 use ddp_proto::env::WorkerEnv;
 
 use super::TrainError;
-use super::rank_spec::RankSpec;
-use super::replica::{edge_queues, tensor_group};
-use super::world::World;
-use crate::collective::Communicator;
 use crate::config::{
     self, Accumulate, OptimizerConfig, OptimizerKind, Parallel, Problem, Strategy, TrainConfig,
 };
@@ -29,10 +23,7 @@ use crate::mesh::{Axis, DATA, MeshShape};
 use crate::model::{self, Model, ModelPart};
 use crate::optim::{Optimizer, ParamGroups, StateMemory};
 use crate::parallel::pipeline::{LayerCosts, PipelinePlan};
-use crate::parallel::{
-    Dtypes, EdgeQueues, GradientLayout, LayoutConfig, Parameters, Reducer, ReducerConfig, ReplicaSet,
-    ReshardPolicy, Sharding, TensorGroup,
-};
+use crate::parallel::{Dtypes, GradientLayout, LayoutConfig, Parameters, ReshardPolicy, Sharding};
 use crate::plan::Work;
 
 /// The strategy of `parallel.strategy` on a mesh: what is sharded, over which ranks.
@@ -195,61 +186,6 @@ pub(super) fn network(config: &TrainConfig, dtypes: Dtypes, part: &ModelPart) ->
     let vocabulary = Vocabulary::of(&config.data.tokenizer)?.size;
     let model = model::build_part(&config.model, vocabulary, part)?;
     Ok(model::recomputing(model, config.train.recompute).with_dtype(dtypes.params))
-}
-
-/// What this rank talks over.
-pub(super) struct Groups {
-    set: ReplicaSet,
-    /// Gathers parameters.
-    gathers: Communicator,
-    /// The ranks that compute each layer together with this one.
-    pub(super) tensor: Option<TensorGroup>,
-    pub(super) edges: EdgeQueues,
-}
-
-impl Groups {
-    /// Connects to the other ranks, before memory is allocated: NCCL takes some of it. Every rank must call it.
-    pub(super) fn connect(world: &World, config: &TrainConfig, spec: &RankSpec) -> Result<Self, TrainError> {
-        let set = ReplicaSet::of(&world.mesh, &spec.model.params)?;
-        Ok(Self {
-            gathers: match spec.strategy.reshard_policy(&config.parallel) {
-                ReshardPolicy::KeepAll => set.reduce.clone(),
-                // Apart from the gradients', so that gathering does not queue behind reducing.
-                ReshardPolicy::Release { .. } => world.mesh.group_for(&[Axis::Shard], "parameters")?,
-            },
-            set,
-            tensor: tensor_group(world, spec.model.part.sequence)?,
-            edges: edge_queues(world, config, &spec.model, &spec.plan)?,
-        })
-    }
-}
-
-/// Allocates parameters and gradients. Every rank must call it.
-pub(super) fn allocate(
-    world: &World,
-    config: &TrainConfig,
-    spec: &RankSpec,
-    groups: &Groups,
-) -> Result<(Parameters, Reducer), TrainError> {
-    let RankSpec {
-        strategy,
-        model,
-        layout,
-        ..
-    } = spec;
-    let Groups { set, gathers, .. } = groups;
-    let (parallel, compute) = (&config.parallel, (&world.device, world.stream));
-    let sharding = Arc::new(strategy.sharding(layout, world.mesh.index(&[Axis::Shard])));
-    let policy = strategy.reshard_policy(parallel);
-    let parameters = Parameters::new((set, gathers), compute, model, &sharding, policy)?;
-    let reduction = ReducerConfig {
-        sync: parallel.sync,
-        overlap: parallel.overlap,
-        accumulate: strategy.accumulate.unwrap_or(Accumulate::Full),
-        micro_batches: config.train.grad_accumulation,
-    };
-    let reducer = Reducer::over(set, compute, layout.clone(), &sharding, reduction)?;
-    Ok((parameters, reducer))
 }
 
 /// The optimizer with the state of what this rank owns, in `home`. It has masters if the parameters are not f32 or not near

@@ -3,6 +3,8 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use ddp_proto::env::WorkerEnv;
+
 use super::TrainError;
 use crate::collective::{Communicator, Executor, Transport};
 use crate::config::TrainConfig;
@@ -103,6 +105,11 @@ impl World {
             None => Ok(()),
         }
     }
+}
+
+/// True if the job was restarted before.
+pub(super) fn is_restarted(env: &WorkerEnv) -> bool {
+    env.restart_count > 0 || env.generation.get() > 1
 }
 
 /// `parallel.timeout_s`

@@ -784,23 +784,3 @@ fn what_goes_on_without_the_daemon_is_told_as_it_is() {
         "the workers of this node succeeded",
     );
 }
-
-/// It leaves instead of failing: the others may go on without it, and no restart is spent.
-#[test]
-fn a_native_node_that_says_that_it_is_unfit_leaves_with_its_words() {
-    for native in [true, false] {
-        let mut play = Play::begin(native);
-        play.assign(2, 1)
-            .spawn(1)
-            .exit(0, Ending::Code(71))
-            .control_drained(0, false);
-        play.on(Event::Described(WorkerExit {
-            exit_code: Some(71),
-            message: "no GPU".into(),
-            ..WorkerExit::default()
-        }));
-        assert_eq!(play.last.is_empty(), native, "{:?}", play.last);
-        play.swept();
-        assert_eq!(play.leaves_with(), native.then_some(71), "{:?}", play.last);
-    }
-}

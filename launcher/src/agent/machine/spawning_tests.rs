@@ -130,3 +130,23 @@ fn a_generation_without_workers_is_no_success() {
     play.swept();
     assert_eq!(play.leaves_with(), Some(70), "{:?}", play.last);
 }
+
+/// It leaves instead of failing: the others may go on without it, and no restart is spent.
+#[test]
+fn a_native_node_that_says_that_it_is_unfit_leaves_with_its_words() {
+    for native in [true, false] {
+        let mut play = Play::begin(native);
+        play.assign(2, 1)
+            .spawn(1)
+            .exit(0, Ending::Code(71))
+            .control_drained(0, false);
+        play.on(Event::Described(WorkerExit {
+            exit_code: Some(71),
+            message: "no GPU".into(),
+            ..WorkerExit::default()
+        }));
+        assert_eq!(play.last.is_empty(), native, "{:?}", play.last);
+        play.swept();
+        assert_eq!(play.leaves_with(), native.then_some(71), "{:?}", play.last);
+    }
+}
