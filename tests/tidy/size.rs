@@ -13,9 +13,9 @@ use crate::{Breach, assert_none};
 /// Folders whose code is the product.
 const PRODUCTION: [&str; 4] = ["launcher/src", "proto/src", "src", "worker/src"];
 /// Lines of Rust in all of them.
-const LINES: usize = 66_680;
+const LINES: usize = 66_670;
 /// Files of `worker/src`.
-const WORKER_FILES: usize = 250;
+const WORKER_FILES: usize = 249;
 /// A file with fewer lines than this, comments included, is a part of a concept.
 const SHORT_FILE_LINES: usize = 60;
 /// Files of the product that may be shorter. A kernel of CUDA is a text of its own; a binary only

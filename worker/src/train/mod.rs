@@ -24,7 +24,6 @@
 mod checkpointing;
 mod device_choice;
 mod error;
-mod groups;
 mod idle_world;
 mod planning;
 mod rank_spec;

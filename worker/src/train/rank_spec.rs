@@ -10,12 +10,11 @@ use std::sync::Arc;
 use ddp_proto::env::WorkerEnv;
 
 use super::TrainError;
-use super::groups::{Groups, edge_queues, tensor_group};
 use super::idle_world::idle_world;
 use super::replica::Replica;
 use super::run_row::{rehearse_evaluation, rehearse_step};
 use super::strategy::{ShardingStrategy, held, mesh, part_of, pipeline_plan};
-use super::world::World;
+use super::world::{Groups, World, edge_queues, tensor_group};
 use crate::config::{Accumulate, LastBatch, TrainConfig};
 use crate::mesh::{Axis, MeshShape};
 use crate::model::{ActivationPool, Model, ModelPart};

@@ -17,8 +17,7 @@ use crate::parallel::pipeline::{Action, ActionKind, PipelinePlan};
 use crate::parallel::{CommTimes, CommTracker, DeviceTimes, Parameters, TensorGroup};
 use crate::pretrained::PretrainedWeights;
 use crate::train::TrainError;
-use crate::train::groups::Groups;
-use crate::train::world::World;
+use crate::train::world::{Groups, World};
 
 /// The model on this rank, and the memory of its micro-batches.
 pub(crate) struct Replica {
