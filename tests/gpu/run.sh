@@ -120,7 +120,7 @@ look_at_the_machine() {
     cards=$(grep -c '^  device [0-9]' "$logs/doctor.log")
     gib=$(sed -n 's/.*, \([0-9]*\)[0-9.]* GiB.*/\1/p' <<<"$gpu")
     choose_batches "${gib:-0}"
-    nccl=$(sed -n 's/^  libnccl\.so .*, \([0-9][0-9.]*\) (.*/\1/p' "$logs/doctor.log")
+    nccl=$(sed -n 's/^  libnccl\.so .*, \([0-9][0-9.]*\): .*/\1/p' "$logs/doctor.log")
     if [[ $(printf '%s\n' 2.30 "${nccl:-0}" | sort -V | head -n 1) == 2.30 ]]; then sharing=nccl; else sharing=hosts; fi
     echo "$gpu; NCCL ${nccl:-not found}; ranks share it by $([[ $sharing == nccl ]] && echo NCCL_MULTI_RANK_GPU_ENABLE || echo NCCL_HOSTID)"
 }

@@ -176,7 +176,7 @@ fn nodes_with_different_drivers_are_refused() {
     for node in [node("0", "12080"), node("1", "12090")] {
         node.finish().expect_exit(2).expect_stderr("CUDA driver");
     }
-    daemon.stop().expect_exit(2);
+    daemon.stop().expect_exit(0);
 }
 
 /// What training has allocated is not all that a card must have.
