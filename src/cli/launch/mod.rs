@@ -9,7 +9,7 @@
 //! | [`target`] | kinds of target, and their command | |
 //! | [`agreement`] | what all nodes of a job must have alike, as hashes, and which values may be shown | any I/O |
 //! | [`dry_run`] | shows a plan and where each value comes from | |
-//! | [`health`] | answers the probes of a cluster | |
+//! | `health` | answers the probes of a cluster | |
 //! | [`host`] | who hosts the daemon | run it |
 
 pub mod agreement;
