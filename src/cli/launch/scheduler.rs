@@ -200,8 +200,7 @@ fn first_host_of_job(get: &impl Fn(&str) -> Option<String>) -> Option<(&'static 
     let first_word = |text: &str| Some(text.split_whitespace().next()?.to_owned());
     let node_file = || std::fs::read_to_string(get("PBS_NODEFILE")?).ok();
     let in_file = || Some(("PBS_NODEFILE", first_word(&node_file()?)?));
-    // `host1 slots host2 slots`.
-    // `jsrun` starts nothing on the first one, the batch node.
+    // `host1 slots host2 slots`. Under `jsrun` host1 is the batch node, on which it starts nothing.
     let lsf_hosts = || get("LSB_MCPU_HOSTS").filter(|_| get("JSM_NAMESPACE_SIZE").is_none());
     let of_lsf = || Some(("LSB_MCPU_HOSTS", first_word(&lsf_hosts()?)?));
     let of_slurm = || Some(("SLURM_JOB_NODELIST", first_host(&get("SLURM_JOB_NODELIST")?)));
@@ -478,6 +477,18 @@ mod tests {
                 .expect_err("refused")
                 .to_string()
         };
+        let jsrun = with(&[("LSB_MCPU_HOSTS", "batch 1 a1 40"), ("JSM_NAMESPACE_SIZE", "4")]);
+        assert_eq!(error_of(&jsrun), error_of(&mpi), "the batch node runs no copy");
+        let shared = [(MPI_SIZE, "2"), ("OMPI_COMM_WORLD_LOCAL_SIZE", "2")];
+        for (nodes, node_rank) in [(2, Some(0)), (1, None)] {
+            let given = Settings {
+                nnodes: values::node_range(&nodes.to_string()).ok(),
+                node_rank,
+                ..meeting()
+            };
+            let found = (Some(nodes), node_rank, at_node0.clone());
+            assert_eq!(places(&given, &shared), found, "flags come first");
+        }
         insta::assert_snapshot!(error_of(&mpi), @r"
         mpirun does not say where rank 0 runs, and no batch system does
           hint: give the address of rank 0's node on all nodes: `--rdzv-endpoint node0:29400`

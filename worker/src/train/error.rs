@@ -47,7 +47,7 @@ pub enum TrainError {
     /// The configuration asks for what the machine lacks, or what the run that is to be resumed does not allow, in words.
     #[error("{0}")]
     Refused(String),
-    /// The node lacks in a later generation what it had, or the nodes had, in the first, in words.
+    /// In a later generation, this node lacks a device that the job began with. In words.
     #[error("this node cannot train any more: {0}")]
     NodeUnfit(String),
     /// The last state of a run is lost, although training is done or was stopped in order.

@@ -138,7 +138,7 @@ impl RankSpec {
         Ok((parameters, reducer))
     }
 
-    /// The rank in an idle world, with an arena of so many bytes for activations.
+    /// The rank in an idle world, with an arena of these bytes for activations.
     pub(super) fn idle(
         &self,
         config: &TrainConfig,

@@ -50,7 +50,7 @@ pub struct CudaContext {
     facts: GpuFacts,
     streams: Streams,
     account: Account,
-    /// Until then memory that is taken is waited for.
+    /// Deadline of waits for memory that other processes hold.
     memory_deadline: Instant,
     abandoned: AtomicBool,
     /// The last one that was dropped waited in vain.
@@ -129,7 +129,7 @@ impl CudaContext {
         &self.streams
     }
 
-    /// Allocates `bytes`. What the whole device does not have is not waited for.
+    /// Allocates `bytes`. Does not wait for more than the whole device has.
     pub(super) fn await_memory<T>(
         &self,
         bytes: usize,
@@ -226,7 +226,7 @@ impl Drop for CudaContext {
     }
 }
 
-/// Allocates again while memory is taken, until the deadline.
+/// Repeats an allocation that finds too little free memory, until the deadline.
 fn await_memory<T>(
     deadline: Instant,
     mut allocate: impl FnMut() -> Result<T, DriverError>,

@@ -79,7 +79,7 @@ struct Kernel {
     declared_shared: usize,
     /// Dynamic shared memory that it may be launched with.
     shared_limit: AtomicUsize,
-    /// Whose function it is.
+    /// Keeps the function loaded.
     module: Arc<Module>,
 }
 

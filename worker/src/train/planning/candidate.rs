@@ -185,7 +185,7 @@ impl<'a> PlannedMesh<'a> {
         Ok(Some(found))
     }
 
-    /// What its ranks hold, whose activations take so much, and what they send if each holds at most `most`.
+    /// What its ranks hold, with these bytes of activations, and what they send if each of them holds at most `most` bytes.
     pub(super) fn candidate(&self, activations: &[usize], most: u64) -> Result<Candidate, TrainError> {
         let Self {
             config, mesh, times, ..

@@ -123,7 +123,7 @@ impl Estimate {
         Self::new(config, &spec, spec.activations(config)?, true)
     }
 
-    /// The rank of `spec`, with an arena of so many bytes for activations. Most of the work is to find out what it `sends`.
+    /// The rank of `spec`, with an arena of these bytes for activations. Most of the work is to find out what it `sends`.
     pub(in crate::train) fn new(
         config: &TrainConfig,
         spec: &RankSpec,
