@@ -593,6 +593,11 @@ impl World {
         for id in self.live_workers(number) {
             self.later(delay, SimEvent::WorkerEnds(number, id, killed(9), false));
         }
+        // The guardian may be killed too.
+        if self.happens(0.7) {
+            self.note("guardian that speaks of a killed agent");
+            self.later(delay, SimEvent::GuardianEnds(number));
+        }
         if let Some(rank) = rank
             && self.happens(0.5)
         {

@@ -55,6 +55,8 @@ pub(crate) enum SimEvent {
     Starts(usize),
     /// The workers of a node have died, among them the one of this rank; its peers lose their data connections.
     PeersFail(usize, u32),
+    /// The guardian of a killed agent has killed the workers.
+    GuardianEnds(usize),
     /// The guardian of a node looks at its clock.
     Guards(usize),
     /// A stopped agent goes on.
@@ -250,8 +252,8 @@ impl World {
             _ => false,
         };
         let owed = self.witness.owed(&node.incarnation);
-        // The ledger has the nodes of a generation, not its standbys.
-        let is_in_ledger = !node.run_token().is_empty();
+        // The ledger has the nodes of a generation, not its standbys. With two daemons, the node may be one of the other's.
+        let is_in_ledger = !node.run_token().is_empty() && !self.faults.contains_key("two daemons");
         let knows = |daemon: usize| self.daemons[daemon].is_alive || is_in_ledger && self.still_knows(daemon);
         let owed = owed.filter(|(daemon, _)| knows(*daemon));
         let verdict = node.told.or(owed.map(|(_, code)| code));
@@ -314,6 +316,7 @@ impl World {
                 }
             }
             SimEvent::PeersFail(number, rank) => self.peers_fail(number, rank),
+            SimEvent::GuardianEnds(number) => self.tell_launcher_died(number),
             SimEvent::Guards(number) => self.guard(number),
             SimEvent::DaemonWakes(number) => self.daemon_wakes(number),
             SimEvent::DaemonStarts(dead) => self.start_daemon(Some(dead)),

@@ -188,7 +188,7 @@ impl Job {
             self.failures.count(stopped.more_failures, stopped.more_victims);
             self.takeover.ended(&from.incarnation);
             if from.generation == self.counter.generation() {
-                self.takeover.member_ended();
+                self.takeover.member_ends(Duration::ZERO);
             }
         } else {
             self.ignore(context, from, "NodeStopped");

@@ -6,11 +6,14 @@
 //! passed since the last message that it received, unless the workers are gone for certain: the node says so, its guardian
 //! does, or two witnesses saw it die.
 //!
-//! In a job of fixed size without standbys the time is [`Config::outage_timeout`]. There it is enough that the node closed
-//! its connection and did not come back, or that the workers of a peer are gone: a step needs every rank.
+//! In a job of fixed size without standbys the time is [`Config::outage_timeout`]. There it is enough that the workers of a
+//! peer are gone, because a step needs every rank, or that the node closed its connection and has not come back after
+//! [`Config::reconnect_grace`]. A new launcher on the same machine does not shorten that: the guardian of the old one may
+//! still be killing its workers.
 //!
 //! [`Config::takeover`]: crate::rendezvous::Config
 //! [`Config::outage_timeout`]: crate::rendezvous::Config
+//! [`Config::reconnect_grace`]: crate::rendezvous::Config
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -60,9 +63,8 @@ impl Takeover {
         self.after
     }
 
-    /// The node is lost; it spoke last at this time.
-    pub(super) fn await_end(&mut self, config: &Config, incarnation: &str, last_word: Duration) {
-        let until = last_word + self.after.unwrap_or(config.outage_timeout);
+    /// The node is lost; its workers are gone at this time at the latest.
+    pub(super) fn await_end(&mut self, incarnation: &str, until: Duration) {
         self.ends.insert(incarnation.to_owned(), until);
     }
 
@@ -71,10 +73,10 @@ impl Takeover {
         self.ends.remove(incarnation);
     }
 
-    /// The workers of a member are gone: without standbys, no other member makes another step.
-    pub(super) fn member_ended(&mut self) {
+    /// The workers of a member are gone at this time: without standbys, no other member makes another step then.
+    pub(super) fn member_ends(&mut self, at: Duration) {
         if self.after.is_none() {
-            self.ends.clear();
+            self.ends.values_mut().for_each(|end| *end = at.min(*end));
         }
     }
 
@@ -122,7 +124,8 @@ impl Job {
                 } else {
                     &member.incarnation
                 };
-                self.takeover.await_end(context.config, name, began);
+                let longest = self.takeover.after().unwrap_or(context.config.outage_timeout);
+                self.takeover.await_end(name, began + longest);
             }
         }
     }
@@ -131,7 +134,7 @@ impl Job {
     pub(super) fn workers_ended(&mut self, incarnation: &str) {
         self.takeover.ended(incarnation);
         if self.table.rank_of(incarnation).is_some() {
-            self.takeover.member_ended();
+            self.takeover.member_ends(Duration::ZERO);
         }
     }
 
@@ -157,10 +160,19 @@ impl Job {
         let has_ended = |(peer, node): (&String, &Node)| peer != incarnation && !node.has_workers();
         let peer_ended = self.phase.running().is_none() && self.table.members_there().any(has_ended);
         let (was_closed, last_word) = (node.was_closed(), node.last_word());
-        if self.takeover.after().is_none() && (was_closed || peer_ended) {
-            self.workers_ended(incarnation);
-        } else {
-            self.takeover.await_end(context.config, incarnation, last_word);
+        match self.takeover.after() {
+            None if peer_ended => self.workers_ended(incarnation),
+            None if was_closed => {
+                let until = last_word + context.config.reconnect_grace;
+                self.takeover.await_end(incarnation, until);
+                if self.table.rank_of(incarnation).is_some() {
+                    self.takeover.member_ends(until);
+                }
+            }
+            after => {
+                let until = last_word + after.unwrap_or(context.config.outage_timeout);
+                self.takeover.await_end(incarnation, until);
+            }
         }
     }
 }

@@ -146,6 +146,27 @@ fn a_node_whose_guardian_has_killed_the_workers_is_replaced_at_once() {
     assert_eq!((generation, assignment.node_count), (2, 1));
 }
 
+#[test]
+fn a_launcher_that_is_started_again_waits_until_the_old_workers_are_gone() {
+    let restarted = || {
+        let mut s = Scene::new();
+        s.join("a", 1, 1).pass(2 * SECOND, &["a"]);
+        s.break_stream("a").join("a'", 1, 1);
+        let words = s.words("a'");
+        assert!(words.contains("a lost node may still train"), "{words}");
+        s
+    };
+    let mut s = restarted();
+    launcher_died(&mut s, "a");
+    assert_eq!(s.assignment("a'").0, 2);
+    // The guardian was killed too.
+    let mut s = restarted();
+    s.pass(4 * SECOND, &["a'"]);
+    assert_eq!(s.state.status(s.now, JOB).unwrap().phase, "gathering");
+    s.pass(SECOND, &["a'"]);
+    assert_eq!(s.assignment("a'").0, 2);
+}
+
 /// Only members prove that their generation makes no more steps.
 #[test]
 fn the_end_of_a_newcomer_frees_no_place_of_a_silent_node() {

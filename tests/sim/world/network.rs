@@ -8,7 +8,7 @@ use std::time::Duration;
 use ddp_launcher::decisions::Event;
 use ddp_proto::ids::Generation;
 use ddp_proto::rendezvous::agent_message::Body;
-use ddp_proto::rendezvous::{AgentMessage, DaemonMessage};
+use ddp_proto::rendezvous::{AgentMessage, DaemonMessage, Leave};
 use ddp_run::rendezvous::ConnId;
 
 use super::{SimEvent, World};
@@ -60,19 +60,7 @@ impl World {
         if !self.daemons[daemon].is_alive || self.is_cut(node.host) {
             return self.soon(number, 2000, NodeEvent::Connects);
         }
-        self.ids += 1;
-        let conn = ConnId(self.ids);
-        let stream = Stream {
-            node: number,
-            daemon,
-            to_daemon: self.now,
-            to_agent: self.now,
-            slow_until: self.now,
-            unread: 0,
-            is_ended: false,
-            is_dropped: false,
-        };
-        self.streams.insert(conn, stream);
+        let conn = self.open(number, daemon);
         let now = self.epoch + self.now;
         let node = &mut self.nodes[number];
         (node.conn, node.has_client) = (Some(conn), true);
@@ -88,6 +76,39 @@ impl World {
         }
         let interval = Duration::from_secs(1);
         self.later_at(number, interval, NodeEvent::Heartbeats(conn));
+    }
+
+    fn open(&mut self, number: usize, daemon: usize) -> ConnId {
+        self.ids += 1;
+        let conn = ConnId(self.ids);
+        let stream = Stream {
+            node: number,
+            daemon,
+            to_daemon: self.now,
+            to_agent: self.now,
+            slow_until: self.now,
+            unread: 0,
+            is_ended: false,
+            is_dropped: false,
+        };
+        self.streams.insert(conn, stream);
+        conn
+    }
+
+    /// The guardian of a killed agent has killed the workers. It tells the daemon if it can reach it, and ends.
+    pub(crate) fn tell_launcher_died(&mut self, number: usize) {
+        let host = self.nodes[number].host;
+        let daemon = self.routes[host];
+        if !self.daemons[daemon].is_alive || self.is_cut(host) {
+            return;
+        }
+        let conn = self.open(number, daemon);
+        let leave = Leave {
+            launcher_died: true,
+            ..Leave::default()
+        };
+        self.send_on(conn, number, Generation(0), Body::Leave(leave));
+        self.send_up(conn, |conn| SimEvent::Ends(conn, true));
     }
 
     /// The agent says something; it waits as long as there is no stream.
@@ -110,8 +131,13 @@ impl World {
     }
 
     fn send(&mut self, number: usize, generation: Generation, body: Body) {
+        if let Some(conn) = self.nodes[number].conn {
+            self.send_on(conn, number, generation, body);
+        }
+    }
+
+    fn send_on(&mut self, conn: ConnId, number: usize, generation: Generation, body: Body) {
         let node = &self.nodes[number];
-        let Some(conn) = node.conn else { return };
         let message = AgentMessage {
             job_id: self.jobs[node.job].name.clone(),
             incarnation: node.incarnation.clone(),
