@@ -45,6 +45,9 @@ pub const MAX_CALLS: usize = 32;
 /// Longest [`ToAgent::Heartbeat`]'s `activity`; the agent cuts a longer one.
 pub const MAX_ACTIVITY_BYTES: usize = 256;
 
+/// Most [`ToAgent::State`]'s `collectives`; the agent ignores those before the last ones.
+pub const MAX_COLLECTIVES: usize = 256;
+
 /// How long an agent tries to write an entry while the daemon is away.
 pub const PUT_BOUND: Duration = Duration::from_secs(30);
 
@@ -118,6 +121,9 @@ pub enum ToAgent {
     State {
         /// What it waits for and where its threads are, in lines.
         text: String,
+        /// Its last collectives, oldest first, as PyTorch recorded them: [`MAX_COLLECTIVES`] at most.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        collectives: Vec<Collective>,
     },
     /// The process of another rank ended, or the data connection to it broke. [`ToAgent::Failure`] follows.
     PeerLost {
@@ -184,6 +190,31 @@ pub enum Phase {
     Saving,
     /// Done with the last step, writing the summary.
     Finishing,
+}
+
+/// A collective that a script has called.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Collective {
+    /// Name of the process group, the same on all of its ranks.
+    pub group: String,
+    /// It counts the collectives of the group.
+    pub number: u64,
+    /// `all_reduce of Float[4, 1024]`.
+    pub operation: String,
+    /// The rank does not wait in it.
+    #[serde(default)]
+    pub done: bool,
+}
+
+impl fmt::Display for Collective {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let state = if self.done { "finished" } else { "waits in" };
+        write!(
+            f,
+            "{state} {} (#{} of `{}`)",
+            self.operation, self.number, self.group
+        )
+    }
 }
 
 /// A wait for other ranks.

@@ -56,6 +56,7 @@ AGREE_TIMEOUT_S = 60
 MAX_LINE_BYTES = 1 << 20
 # Longest description of the threads of this process.
 MAX_STATE_CHARS = 64 << 10
+MAX_COLLECTIVES = 256
 
 
 class GenerationOver(Exception):
@@ -390,7 +391,10 @@ class _Launcher:
             self.cause = str(message.get("cause"))
             self.over.set()
         elif kind == "describe":
-            self.say(type="state", text=_threads()[:MAX_STATE_CHARS])
+            text = _threads()[:MAX_STATE_CHARS]
+            self.say(type="state", text=text)
+            # PyTorch may hang too where it asks a device.
+            self.say(type="state", text=text, collectives=_collectives())
 
 
 def _line(message: dict[str, Any]) -> bytes:
@@ -409,6 +413,22 @@ def _threads() -> str:
             text.append(f"thread {names.get(thread, thread)}")
             text += [f"  {frame.name} at {frame.filename}:{frame.lineno}: {frame.line}" for frame in reversed(stack)]
     return "\n".join(text) + "\n"
+
+
+def _collectives() -> list[dict[str, Any]]:
+    """The last collectives of this process, oldest first, as far as PyTorch's flight recorder has them."""
+    c10d, told = getattr(getattr(sys.modules.get("torch"), "_C", None), "_distributed_c10d", None), []
+    for dump in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        with contextlib.suppress(Exception):  # another version of PyTorch
+            for entry in json.loads(getattr(c10d, dump)(True, False)).get("entries", ()):
+                name, description = entry["process_group"]
+                given = [f" {kind}{size}" for kind, size in zip(entry["input_dtypes"], entry["input_sizes"])]
+                operation = entry["profiling_name"].rpartition(":")[2] + (" of" if given else "") + ",".join(given[:4])
+                done = entry["retired"] or entry["state"] == "completed"
+                place = {"group": f"{description}:{name}"[:256], "number": entry["collective_seq_id"], "done": done}
+                if not entry["is_p2p"]:
+                    told.append({**place, "operation": operation[:256]})
+    return told[-MAX_COLLECTIVES:]
 
 
 def _hang_up(connection: socket.socket) -> None:

@@ -99,6 +99,8 @@ class Failing(PyTorch):
         words = ["--nproc-per-node", 2, "--max-restarts", 1, "--hang-timeout", 20, SCRIPTS / "hangs.py"]
         launched = self.expect(self.launch(*words))
         self.expect_line(launched, r"rank 1 hung: no heartbeat for .* s \(phase training, step 4\)")
+        wanted = r"all_reduce of Float\[4\] \(#6 of group `default_pg:0`\), in which rank 0 waits"
+        self.expect_line(launched, rf"rank 1 has not joined {wanted}; rank 1 is at .*hangs.py:\d+ in a_lock_that_nobody_")
         # Where it was, in its own words.
         self.expect_line(launched, r"^\[1\] .*a_lock_that_nobody_releases")
         self.assertEqual(len(self.expect_line(launched, "finished after 8 steps in attempt 1$")), 2)

@@ -8,7 +8,8 @@ use std::time::Duration;
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use ddp_proto::control::{
-    KvRefusal, MAX_ACTIVITY_BYTES, MAX_CALLS, MAX_LINE_BYTES, PROTOCOL, ToAgent, ToWorker, WorkerAssignment,
+    KvRefusal, MAX_ACTIVITY_BYTES, MAX_CALLS, MAX_COLLECTIVES, MAX_LINE_BYTES, PROTOCOL, ToAgent, ToWorker,
+    WorkerAssignment,
 };
 use ddp_proto::ids::{Generation, LocalRank};
 use ddp_proto::printable;
@@ -210,9 +211,7 @@ impl<'a> WorkerConnection<'a> {
     }
 
     async fn take(&mut self, mut message: ToAgent) {
-        if let ToAgent::Heartbeat { activity, .. } = &mut message {
-            *activity = part_of_line(activity);
-        }
+        sanitize(&mut message);
         match message {
             // One greeting is enough.
             ToAgent::Hello { .. } => {}
@@ -428,11 +427,26 @@ pub async fn read_foreign_lines(reader: impl AsyncRead + Unpin) -> [usize; 2] {
     let (mut lines, mut counts) = (Lines::new(reader), [0, 0]);
     while let Ok(Some(line)) = lines.next().await {
         counts[usize::from(matches!(line, Line::Unknown))] += 1;
-        if let Line::Message(ToAgent::Heartbeat { activity, .. }) = line {
-            part_of_line(&activity);
+        if let Line::Message(mut message) = line {
+            sanitize(&mut message);
         }
     }
     counts
+}
+
+/// Bounds what becomes a part of our own lines.
+fn sanitize(message: &mut ToAgent) {
+    match message {
+        ToAgent::Heartbeat { activity, .. } => *activity = part_of_line(activity),
+        ToAgent::State { collectives, .. } => {
+            collectives.drain(..collectives.len().saturating_sub(MAX_COLLECTIVES));
+            for collective in collectives {
+                collective.group = part_of_line(&collective.group);
+                collective.operation = part_of_line(&collective.operation);
+            }
+        }
+        _ => {}
+    }
 }
 
 /// A worker's words as a part of a line of ours: short, and without what moves a terminal's cursor.

@@ -20,6 +20,8 @@ const MAX_CONNECTIONS: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
 /// Where NCCL finds other nodes. By itself it takes the first interface that is up.
 const NCCL_INTERFACE: &str = "NCCL_SOCKET_IFNAME";
 const ASYNC_ERROR_HANDLING: &str = "TORCH_NCCL_ASYNC_ERROR_HANDLING";
+/// Collectives that PyTorch's flight recorder keeps, for a report of a hang. PyTorch 2.15 keeps as many by itself.
+const RECORDED_COLLECTIVES: (&str, &str) = ("TORCH_FR_BUFFER_SIZE", "2000");
 
 /// What all workers of one launcher have in common.
 #[derive(Clone, Debug)]
@@ -59,6 +61,7 @@ pub(crate) fn of_worker(common: &Common<'_>, contract: &WorkerEnv) -> Vec<(OsStr
     let mut env: BTreeMap<OsString, OsString> = BTreeMap::new();
     env.insert(OMP_NUM_THREADS.into(), common.threads.to_string().into());
     env.insert(ASYNC_ERROR_HANDLING.into(), "1".into());
+    env.insert(RECORDED_COLLECTIVES.0.into(), RECORDED_COLLECTIVES.1.into());
     if common.native {
         env.insert(MAX_CONNECTIONS.into(), "32".into());
         // A variable would take precedence over these files.

@@ -45,6 +45,7 @@ fn workers_see_the_environment_contract() {
         ("TORCHELASTIC_ERROR_FILE", &error_file),
         ("TORCHELASTIC_USE_AGENT_STORE", "True"),
         ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        ("TORCH_FR_BUFFER_SIZE", "2000"),
         ("OMP_NUM_THREADS", "7"),
         ("DDP_GENERATION", "1"),
         ("MINE", "1"),

@@ -17,7 +17,7 @@
 //! | `joining` | joining | admission, reconnects, refusals |
 //! | `assignment` | the start | the assignment of each node |
 //! | `generation_end` | the end of a generation | failures, success, restarts |
-//! | `hang` | a job that hangs | which rank is the cause |
+//! | `hang` | a job that hangs | which rank is the cause, and which collective waits for it |
 //! | `departure` | nodes that go | nodes that leave, that are lost, and that peers report lost |
 //! | `scale` | growing | nodes that come to a job that runs |
 //! | `takeover` | replacing a lost node | until when its workers may still train |

@@ -1,6 +1,6 @@
 //! A job that hangs: the ranks of all nodes are compared before one is named.
 
-use ddp_proto::rendezvous::{HungRank, HungWorkers};
+use ddp_proto::rendezvous::{Collective, HungRank, HungWorkers};
 
 use super::*;
 
@@ -14,6 +14,7 @@ impl Scene {
             lost: true,
             waits,
             stack: if waits { "all_reduce" } else { "log_metrics" }.into(),
+            ..HungRank::default()
         });
         let hung = HungWorkers {
             ranks: ranks.collect(),
@@ -60,4 +61,36 @@ fn a_hang_whose_cause_is_not_known_ends_the_generation_and_no_rank_is_named() {
     generation 1 over: the job hung, and no rank could be named as the cause (failure on ``, restart 1/3, back-off 0 ms)
     ");
     assert!(s.words("a").contains("ranks 1, 3, after step 4"));
+}
+
+/// Where all wait by their stacks, PyTorch's records name the one that has not joined.
+#[test]
+fn a_hang_names_the_collective_and_the_rank_of_the_other_node_that_has_not_joined_it() {
+    let mut s = two_nodes();
+    for (node, number, done) in [("a", 12, false), ("b", 11, true)] {
+        let first_rank = if done { 2 } else { 0 };
+        let rank = HungRank {
+            rank: first_rank,
+            step: 4,
+            lost: true,
+            waits: true,
+            stack: format!("data at train.py:{number}: total.item()"),
+            collectives: vec![Collective {
+                group: "default_pg:0".into(),
+                number,
+                operation: "all_reduce of Float[4]".into(),
+                done,
+            }],
+        };
+        let hung = HungWorkers {
+            ranks: vec![rank],
+            period_ms: 4000,
+        };
+        s.say(node, 1, Body::HungWorkers(hung));
+    }
+    insta::assert_snapshot!(s.words("b"), @r"
+    hang of rank Some(2): rank 2 has not joined all_reduce of Float[4] (#12 of group `default_pg:0`), in which rank 0 waits; rank 2 is at train.py:11 in data
+      rank 2: finished all_reduce of Float[4] (#11), after step 4, at train.py:11 in data
+      rank 0: waits in all_reduce of Float[4] (#12), after step 4, at train.py:12 in data
+    ");
 }

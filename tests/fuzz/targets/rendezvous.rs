@@ -105,6 +105,7 @@ fn heartbeat() -> Heartbeat {
             step_time_s: Some(0.5),
             loss: Some(3.5),
             silent_ms: 3,
+            ..RankProgress::default()
         }],
         log_dir: "logs".into(),
         sent_ms: 7,

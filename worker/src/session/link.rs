@@ -281,7 +281,10 @@ impl Shared {
 fn state(cancel: &Cancel) -> ToAgent {
     let mut text = cancel::in_words(&cancel.waits()) + &stacks::capture();
     text.truncate(text.floor_char_boundary(MAX_ANSWER_BYTES));
-    ToAgent::State { text }
+    ToAgent::State {
+        text,
+        collectives: Vec::new(),
+    }
 }
 
 /// Connects to `@name` (abstract) or to a path, and checks that the listener runs under our user.

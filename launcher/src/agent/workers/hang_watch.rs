@@ -4,10 +4,10 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::time::{Duration, Instant};
 
-use ddp_proto::control::PeerWait;
+use ddp_proto::control::{self, PeerWait};
 use ddp_proto::ids::Generation;
 use ddp_proto::printable;
-use ddp_proto::rendezvous::{HangVerdict, HungRank, HungWorkers};
+use ddp_proto::rendezvous::{Collective, HangVerdict, HungRank, HungWorkers};
 use nix::sys::signal::{Signal, killpg};
 use nix::unistd::Pid;
 use tokio::time::{sleep, timeout};
@@ -31,6 +31,8 @@ const SCRIPT_HINT: &str =
 const ANSWER_LINES: usize = 24;
 /// All stacks in a report to the daemon.
 const MAX_STACKS_BYTES: usize = 64 << 10;
+/// All collectives in it.
+const MAX_REPORTED_COLLECTIVES: usize = 512;
 
 /// What the threads of processes do, a line each, by process id.
 pub(in crate::agent) type Threads = BTreeMap<i32, String>;
@@ -168,6 +170,10 @@ impl HangWatch {
                 rank: worker.rank.0,
                 step: beat.step,
                 lost: beat.is_lost(Instant::now(), bound),
+                collectives: of_each_group(&worker.collectives)
+                    .into_iter()
+                    .take(MAX_REPORTED_COLLECTIVES / silent.len())
+                    .collect(),
                 waits: !worker.waits.is_empty() || !self.believes_waits && hang::waits_for_ranks(state),
                 stack,
             }
@@ -189,6 +195,9 @@ impl HangWatch {
             return;
         };
         let mut words = beat.trouble(&worker.activity, Instant::now(), bound);
+        for line in printable::text(&verdict.comparison).lines() {
+            let _ = write!(words, "\n  {line}");
+        }
         let threads = self.threads.get(&pid).map_or("", String::as_str);
         for line in summary(worker.state.as_deref(), threads) {
             let _ = write!(words, "\n  {line}");
@@ -223,6 +232,9 @@ impl HangWatch {
             if !state.is_empty() {
                 let _ = write!(text, "\nreported by the worker:\n{state}");
             }
+            for collective in worker.collectives.iter().rev() {
+                let _ = write!(text, "\n{collective}");
+            }
             if let Some(threads) = self.threads.get(&pid) {
                 let _ = write!(text, "\nthreads, as the kernel reports them:\n{threads}");
             }
@@ -237,6 +249,27 @@ impl HangWatch {
             }
         }));
     }
+}
+
+/// Of each process group, the first collective that the rank waits in, or the last one that it finished. The former come
+/// first.
+fn of_each_group(collectives: &[control::Collective]) -> Vec<Collective> {
+    let mut groups = BTreeMap::new();
+    for collective in collectives {
+        let kept = groups.entry(&collective.group).or_insert(collective);
+        if kept.done {
+            *kept = collective;
+        }
+    }
+    let mut kept: Vec<_> = groups.into_values().collect();
+    kept.sort_by_key(|collective| collective.done);
+    let reported = kept.into_iter().cloned().map(|kept| Collective {
+        group: kept.group,
+        number: kept.number,
+        operation: kept.operation,
+        done: kept.done,
+    });
+    reported.collect()
 }
 
 /// Where [`HangWatch::write_states`] writes, in words.
@@ -284,6 +317,26 @@ mod tests {
         let answers = wait_for_answers(files.give(move || never.recv().unwrap_or_default()));
         assert_eq!(answers.await, Threads::new());
         drop(kernel);
+    }
+
+    #[test]
+    fn of_each_group_the_collective_counts_that_the_rank_waits_in_or_finished_last() {
+        let of = |group: &str, number, done| control::Collective {
+            group: group.into(),
+            number,
+            operation: "all_reduce".into(),
+            done,
+        };
+        let recorded = [
+            of("dp", 1, true),
+            of("tp", 7, true),
+            of("dp", 2, false),
+            of("tp", 8, true),
+            of("dp", 3, false),
+        ];
+        let kept = of_each_group(&recorded).into_iter();
+        let kept: Vec<_> = kept.map(|kept| (kept.group, kept.number, kept.done)).collect();
+        assert_eq!(kept, [("dp".to_owned(), 2, false), ("tp".to_owned(), 8, true)]);
     }
 
     #[test]

@@ -23,7 +23,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant, SystemTime};
 
-use ddp_proto::control::{PeerWait, Phase, Sizes, ToAgent};
+use ddp_proto::control::{Collective, PeerWait, Phase, Sizes, ToAgent};
 use ddp_proto::env::WorkerEnv;
 use ddp_proto::ids::{Generation, GlobalRank, LocalRank};
 use ddp_proto::rendezvous::{Assignment, Heartbeat, LostRank, RankProgress};
@@ -67,6 +67,8 @@ struct Worker {
     sizes: Option<Sizes>,
     /// Its answer to the last question about its state.
     state: Option<String>,
+    /// Its last collectives, by the same answer.
+    collectives: Vec<Collective>,
     /// Its waits for other ranks, by its last heartbeat.
     waits: Vec<PeerWait>,
     /// Where in a step it is, by its last heartbeat; may be empty.
@@ -286,7 +288,9 @@ impl WorkerGroup {
                 worker.lost_rank = Some(rank);
                 is_urgent = true;
             }
-            ToAgent::State { text } => worker.state = Some(text),
+            ToAgent::State { text, collectives } => {
+                (worker.state, worker.collectives) = (Some(text), collectives);
+            }
             ToAgent::Failure {
                 message,
                 hint,
@@ -484,6 +488,7 @@ impl WorkerGroup {
     fn forget_states(&mut self) {
         for worker in &mut self.workers {
             worker.state = None;
+            worker.collectives.clear();
         }
     }
 
@@ -598,6 +603,7 @@ impl Worker {
             was_refused: false,
             sizes: None,
             state: None,
+            collectives: Vec::new(),
             waits: Vec::new(),
             activity: String::new(),
             found_waiting: None,

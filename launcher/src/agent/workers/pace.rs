@@ -80,6 +80,7 @@ impl Pace {
             step_time_s: self.step_time_s(),
             loss: self.loss.filter(|_| rank == 0),
             silent_ms: u64::try_from(silence.as_millis()).unwrap_or(u64::MAX),
+            ..RankProgress::default()
         }
     }
 }

@@ -3,14 +3,16 @@
 //! When one rank stops, all others wait for it, on every node. So the daemon compares the hung ranks of all nodes before
 //! any is named or ended.
 
+mod collective;
+
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::time::Duration;
 
-use ddp_proto::exit;
 use ddp_proto::rendezvous::daemon_message::Body as Reply;
 use ddp_proto::rendezvous::{HangVerdict, HungRank, HungWorkers};
 use ddp_proto::words::numbered;
+use ddp_proto::{exit, printable};
 
 use super::Job;
 use super::generation_end::GenerationEnd;
@@ -23,6 +25,8 @@ use crate::rendezvous::policy::EndReason;
 const REPORTS_ALONE: u32 = 3;
 /// Ranks that are read from one report.
 const MAX_RANKS: usize = 256;
+/// Collectives that are read of one rank.
+const MAX_COLLECTIVES: usize = 64;
 /// Longest message to people.
 const MAX_WORDS_BYTES: usize = 32 << 10;
 
@@ -50,6 +54,9 @@ impl HangReports {
         nodes: usize,
     ) -> Option<(Vec<HungRank>, bool)> {
         workers.ranks.truncate(MAX_RANKS);
+        for rank in &mut workers.ranks {
+            rank.collectives.truncate(MAX_COLLECTIVES);
+        }
         let is_fresh = |report: &HangReport| report.fresh_until >= now;
         let before = self.0.remove(&node).filter(is_fresh);
         let count = before.map_or(0, |report| report.count) + 1;
@@ -97,7 +104,7 @@ fn comparison(hung: &[HungRank]) -> String {
         let (ranks, stack) = (numbered("rank", &ranks), stack.replace('\n', "\n    "));
         let _ = write!(words, "\n  {ranks}, after step {step}:\n    {stack}");
     }
-    clip(&words, MAX_WORDS_BYTES).to_owned()
+    words
 }
 
 impl Job {
@@ -115,17 +122,27 @@ impl Job {
         let Some((hung, are_all)) = running.hang_reports().note(context.at.now, node, hung, nodes) else {
             return;
         };
-        let rank = cause(&hung, are_all);
         if hung.is_empty() {
             return;
         }
+        let collective = collective::find(&hung).unwrap_or_default();
+        let rank = cause(&hung, are_all).or(collective.only_absent.filter(|_| are_all));
         *running.hang_reports() = HangReports::default();
-        let comparison = rank.map_or_else(|| comparison(&hung), |_| String::new());
+        let mut words = collective.words;
+        if rank.is_none() {
+            words.push_str(&comparison(&hung));
+        }
+        let comparison = clip(&words, MAX_WORDS_BYTES).to_owned();
         let verdict = HangVerdict { rank, comparison };
         self.table
             .send_all(context, from.generation, &Reply::HangVerdict(verdict));
         if let Some(rank) = rank {
-            return context.decided(format!("job `{}`: rank {rank} hangs", self.id));
+            let line = words
+                .lines()
+                .next()
+                .map(|line| format!(": {}", printable::line(line)));
+            let line = line.unwrap_or_default();
+            return context.decided(format!("job `{}`: rank {rank} hangs{line}", self.id));
         }
         let cause = "the job hung, and no rank could be named as the cause".to_owned();
         // As if a rank had been named and ended.
@@ -149,6 +166,7 @@ mod tests {
             lost: true,
             waits: stack == REDUCES,
             stack: stack.into(),
+            collectives: Vec::new(),
         }
     }
 
