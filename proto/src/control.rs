@@ -113,6 +113,9 @@ pub enum ToAgent {
         /// Mean loss of the last step, of a program that sends no `progress`; rank 0's is shown.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         loss: Option<f64>,
+        /// Seconds that it has waited for other ranks since its start, of a worker in lock-step with them.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        waited_s: Option<f64>,
     },
     /// With which numbers of ranks the job can go on in another generation. Said once a generation, by one rank; as
     /// long as no rank has said it, any will do.

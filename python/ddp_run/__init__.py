@@ -126,17 +126,20 @@ def generation() -> int:
     return int(os.environ.get("DDP_GENERATION") or 1)
 
 
-def heartbeat(step: int, phase: str = "training", loss: float | None = None) -> None:
+def heartbeat(step: int, phase: str = "training", loss: float | None = None, waited_s: float | None = None) -> None:
     """Reports progress, for `--hang-timeout`, failure reports and the status page. Call it once per step.
 
     `step` is the number of finished steps, `phase` one of `PHASES`. Report steps only if ranks train in lock-step, with
     a collective in each: a new step tells the rendezvous that all nodes are alive. `loss` is that of the last step;
-    rank 0's is shown.
+    rank 0's is shown. `waited_s` is how long the last step waited for other ranks: the rank that waits least is slow.
     """
     if phase not in PHASES or step < 0:
         raise ValueError(f"step {step} in phase `{phase}`: steps count from 0, phases are {', '.join(PHASES)}")
     # JSON has no NaN and no infinity.
     known = {"loss": float(loss)} if loss is not None and math.isfinite(loss) else {}
+    if waited_s is not None:
+        _launcher.waited_s += waited_s
+        known["waited_s"] = _launcher.waited_s
     _launcher.say(type="heartbeat", step=int(step), phase=phase, **known)
 
 
@@ -175,7 +178,7 @@ def check_generation() -> None:
 def stoppable(save: Callable[[], Any], agree: Callable[[bool], bool] | None = None) -> Iterator[Callable[..., None]]:
     """Saves and exits with 0 at a step boundary when the job is asked to stop.
 
-    Yields `boundary(step, loss=None)`, which every rank calls once per step, with the number of finished steps. It
+    Yields `boundary(step, loss=None, waited_s=None)`, which every rank calls once per step, with the number of finished steps. It
     sends a heartbeat. If any rank was asked to stop, all ranks leave the block there, call `save` and exit. They have
     `--shutdown-timeout` for that; while they save, the signals that stop a job are ignored. A failure that another
     rank or node caused is raised as `GenerationOver`.
@@ -196,10 +199,10 @@ def stoppable(save: Callable[[], Any], agree: Callable[[bool], bool] | None = No
     if _launcher.asked_to_stop.is_set() and last is not None:
         last.publish()
 
-    def boundary(step: int, loss: float | None = None) -> None:
+    def boundary(step: int, loss: float | None = None, waited_s: float | None = None) -> None:
         nonlocal done
         done = step
-        heartbeat(step, loss=loss)
+        heartbeat(step, loss=loss, waited_s=waited_s)
         check_generation()
         asked = stop_requested()
         if last.is_reached() if last is not None else agree(asked) if agree else asked:
@@ -314,6 +317,7 @@ class _Launcher:
         self._socket: socket.socket | None = None
         self._listens = False
         self._is_lost = False
+        self.waited_s = 0.0
         if "DDP_CONTROL" not in os.environ:
             self._lose()
 

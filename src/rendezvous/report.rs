@@ -22,6 +22,8 @@ pub struct Census {
     pub connected: u64,
     /// Ranks of running generations.
     pub ranks: u64,
+    /// Those of them that hold the others up.
+    pub stragglers: u64,
     /// Bytes in the key-value stores.
     pub kv_bytes: u64,
     /// For how long the quietest node has said nothing.
@@ -131,6 +133,7 @@ fn as_json(node: &NodeStatus, shown: &[RankProgress]) -> Value {
             "rank": rank.rank,
             "step": rank.step,
             "step_time_s": rank.step_time_s,
+            "holds_up_s": rank.holds_up_s,
             "silent_ms": rank.silent_ms,
         })
     });

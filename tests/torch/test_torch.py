@@ -105,6 +105,10 @@ class Failing(PyTorch):
         self.expect_line(launched, r"^\[1\] .*a_lock_that_nobody_releases")
         self.assertEqual(len(self.expect_line(launched, "finished after 8 steps in attempt 1$")), 2)
 
+    def test_a_slow_rank_in_lock_step_is_named_within_twenty_steps(self):
+        launched = self.expect(self.launch("--nproc-per-node", 2, SCRIPTS / "straggler.py", "slow", 20))
+        self.expect_line(launched, r"rank 1 \(node .*\) holds the other ranks up: they wait 0\.\d+ s longer in each step")
+
 
 class Package(PyTorch):
     """What `ddp_run` does with the collectives of PyTorch."""

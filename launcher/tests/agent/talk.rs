@@ -92,6 +92,7 @@ fn heartbeat_of(step: u64, phase: Phase, progress: Option<Progress>, wait: Optio
         waits: wait.into_iter().collect(),
         activity: String::new(),
         loss: None,
+        waited_s: None,
     }
 }
 

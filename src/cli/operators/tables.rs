@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 use std::time::Duration;
 
-use ddp_proto::rendezvous::{GenerationStatus, JobsReply, NodeStatus, StatusReply};
+use ddp_proto::rendezvous::{GenerationStatus, JobsReply, NodeStatus, RankProgress, StatusReply};
 use ddp_proto::words::{bytes, counted, duration};
 
 use crate::cli::answer;
@@ -113,7 +113,7 @@ fn ranks(status: &StatusReply) -> String {
                 rank.rank.to_string(),
                 visible(&node.hostname),
                 rank.step.to_string(),
-                rank.step_time_s.map_or_else(|| UNKNOWN.to_owned(), step_time),
+                rank.step_time_s.map_or_else(|| UNKNOWN.to_owned(), step_time) + &held_up(rank),
                 ago(rank.silent_ms),
             ]
         })
@@ -123,6 +123,12 @@ fn ranks(status: &StatusReply) -> String {
     }
     let title = ["rank", "host", "step", "step time", "quiet for"];
     format!("\n{}", table(&title, &[0, 2, 3, 4], rows.into_iter()))
+}
+
+/// Nothing for a rank that holds no others up.
+fn held_up(rank: &RankProgress) -> String {
+    let waits = |seconds| format!(", others wait {}", step_time(seconds));
+    rank.holds_up_s.map_or_else(String::new, waits)
 }
 
 fn generations(status: &StatusReply) -> String {
@@ -205,7 +211,7 @@ fn is_directional(c: char) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use ddp_proto::rendezvous::{JobSummary, LossPoint, RankProgress};
+    use ddp_proto::rendezvous::{JobSummary, LossPoint};
 
     use super::*;
 

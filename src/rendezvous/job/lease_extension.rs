@@ -118,7 +118,7 @@ impl Job {
         }
     }
 
-    fn tell_others(&self, context: &mut ApplyContext<'_>, incarnation: &str, words: &str) {
+    pub(super) fn tell_others(&self, context: &mut ApplyContext<'_>, incarnation: &str, words: &str) {
         let waiting = Waiting {
             reason: words.to_owned(),
             lease_ms: context.config.lease_ms(),

@@ -20,6 +20,7 @@
 //! | `hang` | a job that hangs | which rank is the cause, and which collective waits for it |
 //! | `departure` | nodes that go | nodes that leave, that are lost, and that peers report lost |
 //! | `scale` | growing | nodes that come to a job that runs |
+//! | `stragglers` | slow ranks | for which ranks the others wait |
 //! | `takeover` | replacing a lost node | until when its workers may still train |
 //! | `lease_extension` | silent members | extends their leases while their peers make progress |
 
@@ -37,6 +38,7 @@ mod node_table;
 mod recovery;
 mod running;
 mod scale;
+mod stragglers;
 mod takeover;
 
 use std::time::Duration;
@@ -239,6 +241,7 @@ impl Job {
             && let (Some(running), Some(step)) = (self.phase.running_mut(), heartbeat.step)
         {
             running.note_step(context.at.now, step);
+            self.compare_waits(context, from);
         }
         // Also of a generation that an earlier daemon assigned.
         if from.generation == self.counter.highest()
@@ -545,6 +548,8 @@ impl Job {
             census.longest_gathering = census.longest_gathering.max(gathering.waited(now));
         }
         census.ranks += u64::from(self.ranks());
+        let running = self.phase.running();
+        census.stragglers += running.map_or(0, |running| running.stragglers().count());
         census.kv_bytes += self.kv.load().bytes as u64;
         for node in self.table.nodes().values() {
             census.nodes += 1;
@@ -598,6 +603,9 @@ impl Job {
         };
         reply.more_nodes = (self.table.nodes().len() - reply.nodes.len()) as u32;
         self.history.tell(now, &mut reply);
+        if let Some(running) = self.phase.running() {
+            running.stragglers().tell(&mut reply.nodes);
+        }
         reply
     }
 }

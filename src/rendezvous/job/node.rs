@@ -197,11 +197,18 @@ impl Node {
         }
     }
 
+    pub(super) fn ranks(&self) -> &[RankProgress] {
+        &self.ranks
+    }
+
     /// Keeps the reported progress of its workers, within bounds.
     pub(super) fn note_progress(&mut self, context: &ApplyContext<'_>, heartbeat: &Heartbeat) {
         let is_time = |time: &f64| time.is_finite() && *time >= 0.0;
         let told = heartbeat.ranks.iter().take(MAX_RANKS).map(|rank| RankProgress {
             step_time_s: rank.step_time_s.filter(is_time),
+            waited_low_s: rank.waited_low_s.filter(is_time),
+            waited_high_s: rank.waited_high_s.filter(is_time),
+            holds_up_s: None,
             loss: rank.loss.filter(|loss| loss.is_finite()),
             ..*rank
         });

@@ -9,6 +9,7 @@ use super::generation_end::GenerationEnd;
 use super::hang::HangReports;
 use super::lease_extension::Progress;
 use super::node::{LeaseExtension, Node};
+use super::stragglers::Stragglers;
 use crate::rendezvous::config::Config;
 use crate::rendezvous::context::ApplyContext;
 use crate::rendezvous::nodes::list::NodeList;
@@ -27,6 +28,7 @@ pub(super) struct Running {
     lost_peers: BTreeMap<u32, LostRank>,
     hang_reports: HangReports,
     progress: Progress,
+    stragglers: Stragglers,
     /// When this daemon assigned it, or took it up.
     since: Duration,
     /// How long it ran before that, under an earlier daemon.
@@ -92,6 +94,14 @@ impl Running {
 
     pub(super) fn hang_reports(&mut self) -> &mut HangReports {
         &mut self.hang_reports
+    }
+
+    pub(super) fn stragglers(&self) -> &Stragglers {
+        &self.stragglers
+    }
+
+    pub(super) fn stragglers_mut(&mut self) -> &mut Stragglers {
+        &mut self.stragglers
     }
 
     pub(super) fn note_step(&mut self, now: Duration, step: u64) {

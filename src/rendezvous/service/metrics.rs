@@ -178,6 +178,11 @@ fn gauges(census: &Census) -> Registry {
     for (name, help, value) in [
         ("ranks", "Ranks of running generations", census.ranks as i64),
         (
+            "stragglers",
+            "Ranks for which others wait more than 10 % of a step",
+            census.stragglers as i64,
+        ),
+        (
             "kv_bytes",
             "Bytes in the key-value stores",
             census.kv_bytes as i64,

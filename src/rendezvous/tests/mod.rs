@@ -13,6 +13,7 @@ mod scale;
 mod server;
 mod silence;
 mod store;
+mod stragglers;
 mod strangers;
 mod takeover;
 mod witnesses;

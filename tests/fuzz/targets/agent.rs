@@ -256,6 +256,7 @@ pub(crate) fn control_lines() -> Target {
         waits: Vec::new(),
         activity: "stage 1 of 2".into(),
         loss: Some(3.5),
+        waited_s: Some(0.5),
     };
     let put = ToAgent::KvPut {
         call: 1,

@@ -36,6 +36,8 @@ struct State {
     progress: (u64, Phase, Option<Progress>),
     /// Where in a step it is, in words; empty if it does not say.
     activity: String,
+    /// For other ranks, since the start; none if it does not say.
+    waited: Option<Duration>,
     heartbeat_due: Instant,
     /// When the last one was handed out.
     beat_at: Instant,
@@ -68,6 +70,7 @@ impl State {
             activity: self.activity.clone(),
             // It is in `progress`.
             loss: None,
+            waited_s: self.waited.map(|waited| waited.as_secs_f64()),
         }
     }
 
@@ -103,6 +106,7 @@ impl Outbox {
                 in_hand: false,
                 progress: (0, Phase::Starting, None),
                 activity: String::new(),
+                waited: None,
                 heartbeat_due: now,
                 beat_at: now,
                 reported_at: now,
@@ -143,6 +147,12 @@ impl Outbox {
             state.heartbeat_due = due;
             self.changed.notify_all();
         }
+    }
+
+    /// The program waited for other ranks; its next heartbeat says so.
+    pub(super) fn add_wait(&self, waited: Duration) {
+        let mut state = self.lock();
+        state.waited = Some(state.waited.unwrap_or_default() + waited);
     }
 
     /// What the program said of itself last; empty if it said nothing in this phase.

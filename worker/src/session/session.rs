@@ -150,6 +150,13 @@ impl Session {
         }
     }
 
+    /// This worker waited for other ranks in a step; its next heartbeat says how long it did in all.
+    pub fn add_wait(&self, waited: Duration) {
+        if let Some(link) = &self.link {
+            link.shared.outbox.add_wait(waited);
+        }
+    }
+
     /// Repeats the last heartbeat as a new one, since this worker has got on: for phases without steps.
     pub fn still_alive(&self) {
         if let Some(link) = &self.link {

@@ -292,6 +292,7 @@ fn the_last_heartbeat_is_repeated() {
         waits: Vec::new(),
         activity: String::new(),
         loss: None,
+        waited_s: None,
     };
     while peer.receive() != expected {}
     for _ in 0..3 {
@@ -309,6 +310,8 @@ fn the_last_heartbeat_is_repeated() {
         loss: f64::NAN,
         ..progress
     };
+    session.add_wait(Duration::from_millis(500));
+    session.add_wait(Duration::from_millis(250));
     session.heartbeat(8, Phase::Training, Some(unspeakable));
     let expected = ToAgent::Heartbeat {
         step: 8,
@@ -318,6 +321,7 @@ fn the_last_heartbeat_is_repeated() {
         waits: Vec::new(),
         activity: String::new(),
         loss: None,
+        waited_s: Some(0.75),
     };
     while peer.receive() != expected {}
 }

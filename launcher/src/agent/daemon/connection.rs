@@ -263,7 +263,8 @@ impl DaemonConnection {
     fn note_message(&mut self, message: &DaemonMessage, machine: &Machine) {
         let lease_ms = match &message.body {
             Some(Word::Waiting(waiting)) => {
-                if self.plan.nodes.max > 1 && waiting.reason != self.last_waiting {
+                let is_news = waiting.reason != self.last_waiting;
+                if is_news && (self.plan.nodes.max > 1 || machine.is_running()) {
                     self.console.say(&waiting.reason);
                     self.last_waiting.clone_from(&waiting.reason);
                 }

@@ -266,12 +266,13 @@ impl WorkerGroup {
                 activity,
                 progress,
                 loss,
+                waited_s,
             } => {
                 let at = Instant::now();
                 let fresh = at.checked_sub(Duration::from_millis(quiet_ms)).unwrap_or(at);
                 (worker.waits, worker.activity) = (waits, activity);
                 let loss = loss.or_else(|| progress.map(|progress| progress.loss));
-                worker.pace.note(fresh, step, phase, loss);
+                is_urgent = worker.pace.note(fresh, step, phase, loss, waited_s);
                 worker.beat = Some(Beat {
                     at,
                     fresh,

@@ -16,6 +16,12 @@ const WINDOW_STEPS: u64 = 4;
 /// Shortest time between two marks, and shortest time that an average covers.
 const MARK_INTERVAL: Duration = Duration::from_secs(1);
 
+/// Shortest time of which a sample is taken of how long a worker waits for others. Of short steps it covers several, so
+/// that it is longer than the turns of programs that share a core.
+const SAMPLE_TIME: Duration = Duration::from_millis(250);
+/// Samples of which quartiles are taken.
+const SAMPLES: usize = 16;
+
 /// The number of finished steps at a moment.
 #[derive(Clone, Copy, Debug)]
 struct Mark {
@@ -29,6 +35,44 @@ impl Mark {
     }
 }
 
+/// How long a worker waits for other ranks.
+#[derive(Clone, Debug, Default)]
+struct Waits {
+    /// Seconds a step, oldest first.
+    samples: VecDeque<f64>,
+    /// Where the next sample begins, and the seconds waited before.
+    from: Option<(Mark, f64)>,
+}
+
+impl Waits {
+    /// The worker has waited for so many seconds in all. True if there are enough samples for the first time.
+    fn note(&mut self, now: Mark, waited_s: Option<f64>) -> bool {
+        let waited_s = waited_s.filter(|seconds| seconds.is_finite());
+        let (Some(waited_s), Some((from, before))) = (waited_s, self.from) else {
+            self.from = waited_s.map(|waited_s| (now, waited_s));
+            return false;
+        };
+        if now.time_since(from) < SAMPLE_TIME {
+            return false;
+        }
+        self.from = Some((now, waited_s));
+        let sample = (waited_s - before).max(0.0) / (now.step - from.step) as f64;
+        let is_full = self.samples.len() == SAMPLES;
+        if is_full {
+            self.samples.pop_front();
+        }
+        self.samples.push_back(sample);
+        !is_full && self.samples.len() == SAMPLES
+    }
+
+    /// A quarter of the samples is less than the first, a quarter is more than the second.
+    fn quartiles(&self) -> Option<[f64; 2]> {
+        let mut sorted: Vec<f64> = self.samples.iter().copied().collect();
+        sorted.sort_unstable_by(f64::total_cmp);
+        (sorted.len() == SAMPLES).then(|| [sorted[SAMPLES / 4], sorted[SAMPLES - 1 - SAMPLES / 4]])
+    }
+}
+
 /// Steps, step time and loss of one worker.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Pace {
@@ -36,20 +80,31 @@ pub(super) struct Pace {
     marks: VecDeque<Mark>,
     last: Option<Mark>,
     loss: Option<f64>,
+    waits: Waits,
 }
 
 impl Pace {
-    /// The worker had something to say `at` this moment.
-    pub(super) fn note(&mut self, at: Instant, step: u64, phase: Phase, loss: Option<f64>) {
+    /// The worker had something to say `at` this moment. True if it has become known how long it waits for others.
+    pub(super) fn note(
+        &mut self,
+        at: Instant,
+        step: u64,
+        phase: Phase,
+        loss: Option<f64>,
+        waited_s: Option<f64>,
+    ) -> bool {
         self.loss = loss.filter(|loss| loss.is_finite()).or(self.loss);
         // The first step begins with what the start has left to do.
         if phase == Phase::Starting {
-            return;
+            return false;
         }
         match self.last {
-            Some(last) if last.step == step => return,
+            Some(last) if last.step == step => return false,
             // It counts anew.
-            Some(last) if last.step > step => self.marks.clear(),
+            Some(last) if last.step > step => {
+                self.marks.clear();
+                self.waits = Waits::default();
+            }
             _ => {}
         }
         let now = Mark { step, at };
@@ -62,6 +117,7 @@ impl Pace {
         if newest.is_none_or(|newest| now.time_since(*newest) >= MARK_INTERVAL) {
             self.marks.push_back(now);
         }
+        self.waits.note(now, waited_s)
     }
 
     /// Seconds a step, averaged over the window; none until that is long enough.
@@ -74,12 +130,15 @@ impl Pace {
 
     /// The progress for a heartbeat to the daemon.
     pub(super) fn report(&self, rank: u32, step: u64, silence: Duration) -> RankProgress {
+        let waited = self.waits.quartiles();
         RankProgress {
             rank,
             step,
             step_time_s: self.step_time_s(),
             loss: self.loss.filter(|_| rank == 0),
             silent_ms: u64::try_from(silence.as_millis()).unwrap_or(u64::MAX),
+            waited_low_s: waited.map(|[low, _]| low),
+            waited_high_s: waited.map(|[_, high]| high),
             ..RankProgress::default()
         }
     }
@@ -94,23 +153,23 @@ mod tests {
         let start = Instant::now();
         let at = |ms| start + Duration::from_millis(ms);
         let mut pace = Pace::default();
-        pace.note(at(0), 0, Phase::Starting, None);
-        pace.note(at(9000), 1, Phase::Training, Some(f64::NAN));
+        pace.note(at(0), 0, Phase::Starting, None, None);
+        pace.note(at(9000), 1, Phase::Training, Some(f64::NAN), None);
         assert_eq!(pace.report(0, 1, Duration::ZERO).step_time_s, None);
         assert_eq!(pace.report(0, 1, Duration::ZERO).loss, None);
-        pace.note(at(9500), 1, Phase::Training, Some(2.5));
-        pace.note(at(10_000), 6, Phase::Training, None);
+        pace.note(at(9500), 1, Phase::Training, Some(2.5), None);
+        pace.note(at(10_000), 6, Phase::Training, None, None);
         let told = pace.report(0, 6, Duration::from_millis(7));
         assert_eq!(told.step_time_s, Some(0.2), "five steps in a second");
         assert_eq!((told.loss, told.silent_ms), (Some(2.5), 7));
         assert_eq!(pace.report(1, 6, Duration::ZERO).loss, None, "rank 0's only");
-        pace.note(at(11_000), 10, Phase::Saving, None);
+        pace.note(at(11_000), 10, Phase::Saving, None, None);
         assert_eq!(
             pace.report(0, 10, Duration::ZERO).step_time_s,
             Some(2.0 / 9.0),
             "nine steps in two seconds"
         );
-        pace.note(at(12_000), 3, Phase::Training, None);
+        pace.note(at(12_000), 3, Phase::Training, None, None);
         assert_eq!(
             pace.report(0, 3, Duration::ZERO).step_time_s,
             None,
@@ -127,7 +186,13 @@ mod tests {
             let mut ms = 0;
             for step in 0..steps {
                 ms += if step == saved { 1500 } else { 10 };
-                pace.note(start + Duration::from_millis(ms), step, Phase::Training, None);
+                pace.note(
+                    start + Duration::from_millis(ms),
+                    step,
+                    Phase::Training,
+                    None,
+                    None,
+                );
                 assert!(pace.marks.len() <= 12, "{} marks", pace.marks.len());
             }
             pace.step_time_s().expect("seconds of steps")
@@ -148,6 +213,7 @@ mod tests {
                 step,
                 Phase::Training,
                 None,
+                None,
             );
             assert!(pace.marks.len() <= 6, "{} marks", pace.marks.len());
         }
@@ -164,10 +230,40 @@ mod tests {
                 step,
                 Phase::Training,
                 None,
+                None,
             );
         }
         assert_eq!(pace.step_time_s(), None);
-        pace.note(start + Duration::from_secs(1), 100, Phase::Training, None);
+        pace.note(start + Duration::from_secs(1), 100, Phase::Training, None, None);
         assert_eq!(pace.step_time_s(), Some(0.01));
+    }
+
+    #[test]
+    fn what_a_worker_waits_is_known_after_sixteen_steps_and_one_long_wait_does_not_count() {
+        let start = Instant::now();
+        let (mut pace, mut waited) = (Pace::default(), 0.0);
+        for step in 0..=16 {
+            waited += if step == 7 { 9.0 } else { 0.125 };
+            let at = start + Duration::from_millis(500 * step);
+            let is_known = pace.note(at, step, Phase::Training, None, Some(waited));
+            assert_eq!(is_known, step == 16, "step {step}");
+        }
+        let report = pace.report(0, 16, Duration::ZERO);
+        assert_eq!(
+            (report.waited_low_s, report.waited_high_s),
+            (Some(0.125), Some(0.125))
+        );
+        pace.note(
+            start + Duration::from_secs(9),
+            3,
+            Phase::Training,
+            None,
+            Some(0.0),
+        );
+        assert_eq!(
+            pace.report(0, 3, Duration::ZERO).waited_low_s,
+            None,
+            "it counts anew"
+        );
     }
 }

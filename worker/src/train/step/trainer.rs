@@ -336,6 +336,12 @@ impl<'a> Trainer<'a> {
             outcome.steps = record.line.step;
             outcome.loss = Some(record.line.loss);
             self.progress = on_step(&record, &self.parts);
+            // The stages of a pipeline wait for each other by its schedule.
+            if self.parts.replica.plan.placement().stages() == 1 {
+                let waited_ms = record.line.comm_exposed_ms + record.line.share_ms;
+                let waited = Duration::from_secs_f64(waited_ms / 1e3);
+                self.parts.session.add_wait(waited);
+            }
             self.beat(record.line.step, Phase::Training);
             if record.stop && outcome.stopped.is_none() {
                 outcome.stopped = Some(self.parts.stop_cause());
