@@ -118,11 +118,11 @@ impl Job {
         let ranks: Vec<u32> = news.iter().map(|one| one.rank).collect();
         let verb = if ranks.len() == 1 { "holds" } else { "hold" };
         let words = format!(
-            "{} ({} {}) {verb} the other ranks up: they wait {:.2} s longer in each step, {:.0} % of it",
+            "{} ({} {}) {verb} the other ranks up: they wait {:.0} ms longer in each step, {:.0} % of it",
             numbered("rank", &ranks),
             if hosts.len() == 1 { "node" } else { "nodes" },
             hosts.into_iter().take(8).collect::<Vec<_>>().join(", "),
-            worst.holds_up_s,
+            1000.0 * worst.holds_up_s,
             100.0 * worst.holds_up_s / worst.step_time_s
         );
         context.decided(format!("job `{}`: {words}", self.id));

@@ -40,7 +40,7 @@ fn a_rank_for_which_the_others_wait_is_named_once_when_all_nodes_have_reported()
     s.waits("a", 0, [[0.25, 0.3], [0.25, 0.4]]);
     assert_eq!(s.words("a"), "");
     s.waits("b", 2, [[0.0, 0.0], [0.3, 0.3]]);
-    let line = "waiting: rank 2 (node `b`) holds the other ranks up: they wait 0.25 s longer in each step, 25 % of it";
+    let line = "waiting: rank 2 (node `b`) holds the other ranks up: they wait 250 ms longer in each step, 25 % of it";
     assert_eq!(s.words("a"), line);
     assert_eq!(s.words("b"), line);
     assert_eq!(s.held_up(), [None, None, Some(0.25), None]);
