@@ -137,7 +137,7 @@ def heartbeat(step: int, phase: str = "training", loss: float | None = None, wai
         raise ValueError(f"step {step} in phase `{phase}`: steps count from 0, phases are {', '.join(PHASES)}")
     # JSON has no NaN and no infinity.
     known = {"loss": float(loss)} if loss is not None and math.isfinite(loss) else {}
-    if waited_s is not None:
+    if waited_s is not None and math.isfinite(waited_s):
         _launcher.waited_s += waited_s
         known["waited_s"] = _launcher.waited_s
     _launcher.say(type="heartbeat", step=int(step), phase=phase, **known)
@@ -178,10 +178,10 @@ def check_generation() -> None:
 def stoppable(save: Callable[[], Any], agree: Callable[[bool], bool] | None = None) -> Iterator[Callable[..., None]]:
     """Saves and exits with 0 at a step boundary when the job is asked to stop.
 
-    Yields `boundary(step, loss=None, waited_s=None)`, which every rank calls once per step, with the number of finished steps. It
-    sends a heartbeat. If any rank was asked to stop, all ranks leave the block there, call `save` and exit. They have
-    `--shutdown-timeout` for that; while they save, the signals that stop a job are ignored. A failure that another
-    rank or node caused is raised as `GenerationOver`.
+    Yields `boundary(step, loss=None, waited_s=None)`, which every rank calls once per step, with the number of finished
+    steps. It sends a heartbeat. If the ranks were asked to stop, all of them leave the block at the same boundary, call
+    `save` and exit. They have `--shutdown-timeout` for that; while they save, the signals that stop a job are ignored. A
+    failure that another rank or node caused is raised as `GenerationOver`.
 
     A block that ends normally closes the connection to the launcher. The script is then neither watched for
     `--hang-timeout` nor asked to stop, and gets signals at once, until it calls a function of this package again.
