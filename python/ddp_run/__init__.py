@@ -16,10 +16,8 @@ launcher, and none raises because the launcher is gone. All functions are thread
 from __future__ import annotations
 
 import contextlib
-import datetime
 import faulthandler
 import functools
-import itertools
 import json
 import math
 import os
@@ -50,8 +48,6 @@ ANSWER_TIMEOUT_S = 5.0
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 # How long a failed rank waits to learn whose failure caused its own. The launcher waits as long before it signals.
 CAUSE_TIMEOUT_S = 1.0
-# How long ranks that were asked to stop wait for one that was not, or is gone.
-AGREE_TIMEOUT_S = 60
 # The protocol's longest line.
 MAX_LINE_BYTES = 1 << 20
 # Longest description of the threads of this process.
@@ -187,25 +183,18 @@ def stoppable(save: Callable[[], Any], agree: Callable[[bool], bool] | None = No
     `--hang-timeout` nor asked to stop, and gets signals at once, until it calls a function of this package again.
 
     `agree(asked)` combines the ranks' answers: it gets whether this rank was asked, and returns whether any rank was,
-    so that no rank leaves the others waiting in a collective. By default ranks agree on a step over the store of
-    `torch.distributed`, without a collective, if it is initialised before the block. Otherwise each rank decides alone,
-    and ranks may leave at different steps.
+    so that no rank leaves the others waiting in a collective. The default is a small all-reduce if `torch.distributed`
+    is initialised. Otherwise each rank decides alone, and ranks may leave at different steps.
     """
-    store = None if agree else _store()
-    last, done = _LastBoundary(store) if store is not None else None, 0
-    if last is not None:
-        _launcher.when_asked = last.publish
+    agree, done = agree or _any_rank, 0
     _launcher.listen()
-    if _launcher.asked_to_stop.is_set() and last is not None:
-        last.publish()
 
     def boundary(step: int, loss: float | None = None, waited_s: float | None = None) -> None:
         nonlocal done
         done = step
         heartbeat(step, loss=loss, waited_s=waited_s)
         check_generation()
-        asked = stop_requested()
-        if last.is_reached() if last is not None else agree(asked) if agree else asked:
+        if agree(stop_requested()):
             raise _Stop
 
     try:
@@ -221,10 +210,6 @@ def stoppable(save: Callable[[], Any], agree: Callable[[bool], bool] | None = No
         if _launcher.asked_to_stop.is_set():
             raise GenerationOver("the job was asked to stop, and ranks of it are gone") from error
         raise
-    finally:
-        _launcher.when_asked = None
-    if last is not None and not _launcher.over.is_set():
-        last.publish()
     _launcher.hang_up()
 
 
@@ -247,57 +232,14 @@ class _Stop(BaseException):
     """Leaves the block of `stoppable`, past every `except Exception` of the script."""
 
 
-def _store() -> Any:
-    """A connection to the store that all ranks share, for keys of this block and generation; None without one."""
+def _any_rank(asked: bool) -> bool:
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized():
-        return None
-    store = dist.distributed_c10d._get_default_store()
-    # A connection of its own: a call that waits holds up all others on the same one.
-    store = store.clone() if hasattr(store, "clone") else store
-    return dist.PrefixStore(f"ddp_run/stop/{generation()}/{next(_blocks)}/", store)
-
-
-class _LastBoundary:
-    """The step boundary at which all ranks stop.
-
-    A rank that hears the request publishes how many boundaries it has passed, and waits at its next one until all ranks
-    have: the last boundary is one above the largest number. The thread that hears publishes, so that a rank is counted
-    while its training thread waits in a collective for one that waits here.
-    """
-
-    def __init__(self, store: Any) -> None:
-        dist = sys.modules["torch.distributed"]
-        self.store, self.rank, self.world = store, dist.get_rank(), dist.get_world_size()
-        self.lock, self.passed, self.published, self.last = threading.Lock(), 0, False, None
-
-    def publish(self) -> None:
-        with self.lock:
-            if not self.published:
-                self.published = True
-                with contextlib.suppress(RuntimeError):  # the store is gone, and so is the rank that has it
-                    self.store.set(str(self.rank), str(self.passed))
-
-    def is_reached(self) -> bool:
-        with self.lock:
-            if self.published:
-                self.last = self.last or self._agreed()
-            self.passed += 1
-            return self.passed == self.last
-
-    def _agreed(self) -> int:
-        ranks, until = [str(rank) for rank in range(self.world)], time.monotonic() + AGREE_TIMEOUT_S
-        while True:
-            try:
-                self.store.wait(ranks, datetime.timedelta(seconds=1))
-                return max(int(self.store.get(rank)) for rank in ranks) + 1
-            except RuntimeError as error:
-                check_generation()
-                if time.monotonic() > until:
-                    raise RuntimeError(f"not all ranks heard within {AGREE_TIMEOUT_S} s that they are to stop") from error
-
-
-_blocks = itertools.count()
+        return asked
+    torch = sys.modules["torch"]
+    flag = torch.tensor(int(asked), device="cuda" if dist.get_backend() == "nccl" else "cpu")
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag.item())
 
 
 class _Launcher:
@@ -305,8 +247,6 @@ class _Launcher:
 
     def __init__(self) -> None:
         self.asked_to_stop = threading.Event()
-        # Called in the reading thread when the launcher asks.
-        self.when_asked: Callable[[], None] | None = None
         # Set as soon as `cause` is known, or never will be.
         self.over = threading.Event()
         self.cause: str | None = None
@@ -389,8 +329,6 @@ class _Launcher:
             self._answered.set()
         elif kind == "stop_at_step_boundary":
             self.asked_to_stop.set()
-            if (when_asked := self.when_asked) is not None:
-                when_asked()
         elif kind == "generation_over" and message.get("generation", 0) >= generation():
             self.cause = str(message.get("cause"))
             self.over.set()

@@ -303,64 +303,6 @@ class Stopping(Worker):
                 (self.assertIn if how == "own" else self.assertEqual)(printed, script.stderr)
 
 
-class Store:
-    """The part of PyTorch's store that ranks agree with."""
-
-    def __init__(self):
-        self.values, self.changed = {}, threading.Condition()
-
-    def set(self, key, value):
-        with self.changed:
-            self.values[key] = value.encode()
-            self.changed.notify_all()
-
-    def get(self, key):
-        return self.values[key]
-
-    def wait(self, keys, timeout):
-        with self.changed:
-            if not self.changed.wait_for(lambda: all(key in self.values for key in keys), timeout.total_seconds()):
-                raise RuntimeError("wait timed out")
-
-
-class Agreeing(Worker):
-    def ranks(self, count):
-        store, dist = Store(), mock.Mock()
-        dist.get_world_size.return_value, dist.get_rank.side_effect = count, range(count)
-        self.enter(mock.patch.dict(sys.modules, {"torch.distributed": dist}))
-        return [ddp_run._LastBoundary(store) for _ in range(count)]
-
-    def test_ranks_that_hear_at_different_steps_stop_at_one(self):
-        ahead, behind = ranks = self.ranks(2)
-        self.assertEqual([rank.is_reached() for rank in (ahead, ahead, behind)], [False] * 3)
-        passed = []
-        # The one ahead waits at its boundary until the other one has heard too.
-        ahead.publish()
-        waits = threading.Thread(target=lambda: passed.append(ahead.is_reached()), daemon=True)
-        waits.start()
-        self.assertFalse(behind.is_reached(), "it has not heard yet")
-        behind.publish()
-        waits.join(PATIENCE_S)
-        self.assertEqual((passed, behind.is_reached()), ([True], True))
-        self.assertEqual([rank.passed for rank in ranks], [3, 3])
-
-    def test_a_rank_that_was_asked_after_its_last_boundary_keeps_no_other(self):
-        ended, late = self.ranks(2)
-        for rank in (ended, ended, late):
-            rank.is_reached()
-        ended.publish()
-        late.publish()
-        self.assertFalse(late.is_reached(), "both end normally")
-
-    def test_a_rank_that_never_hears_is_not_waited_for_without_end(self):
-        self.accept_listening()
-        self.enter(mock.patch.object(ddp_run, "AGREE_TIMEOUT_S", 0))
-        alone, _ = self.ranks(2)
-        alone.publish()
-        with self.assertRaisesRegex(RuntimeError, "not all ranks heard within 0 s"):
-            alone.is_reached()
-
-
 class WithoutLauncher(Worker):
     def expect_nothing(self):
         """Every call, as often as a script may make it."""
