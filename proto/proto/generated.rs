@@ -163,7 +163,7 @@ pub struct RankProgress {
     /// How long ago it had something new to say.
     #[prost(uint64, tag = "5")]
     pub silent_ms: u64,
-    /// Seconds a step that it waited for other ranks, of the last 20 times of a quarter of a second or of a step: a quarter
+    /// Seconds a step that it waited for other ranks, of the last 16 times of a quarter of a second or of a step: a quarter
     /// of them are shorter than the first, and a quarter are longer than the second. Absent: it does not say, or not yet.
     #[prost(double, optional, tag = "6")]
     pub waited_low_s: ::core::option::Option<f64>,

@@ -61,7 +61,10 @@ pub(crate) fn of_worker(common: &Common<'_>, contract: &WorkerEnv) -> Vec<(OsStr
     let mut env: BTreeMap<OsString, OsString> = BTreeMap::new();
     env.insert(OMP_NUM_THREADS.into(), common.threads.to_string().into());
     env.insert(ASYNC_ERROR_HANDLING.into(), "1".into());
-    env.insert(RECORDED_COLLECTIVES.0.into(), RECORDED_COLLECTIVES.1.into());
+    // PyTorch reads the older name after this one.
+    if std::env::var_os("TORCH_NCCL_TRACE_BUFFER_SIZE").is_none() {
+        env.insert(RECORDED_COLLECTIVES.0.into(), RECORDED_COLLECTIVES.1.into());
+    }
     if common.native {
         env.insert(MAX_CONNECTIONS.into(), "32".into());
         // A variable would take precedence over these files.

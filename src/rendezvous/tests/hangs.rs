@@ -91,6 +91,6 @@ fn a_hang_names_the_collective_and_the_rank_of_the_other_node_that_has_not_joine
     insta::assert_snapshot!(s.words("b"), @r"
     hang of rank Some(2): rank 2 has not joined all_reduce of Float[4] (#12 of group `default_pg:0`), in which rank 0 waits; rank 2 is at train.py:11 in data
       rank 2: finished all_reduce of Float[4] (#11), after step 4, at train.py:11 in data
-      rank 0: waits in all_reduce of Float[4] (#12), after step 4, at train.py:12 in data
+      rank 0: in all_reduce of Float[4] (#12), after step 4, at train.py:12 in data
     ");
 }

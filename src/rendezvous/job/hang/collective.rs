@@ -14,7 +14,7 @@ const LIBRARIES: [&str; 3] = ["/site-packages/", "/lib/python", "<frozen "];
 pub(super) struct HungCollective {
     /// A sentence, and a line for what each of the ranks does. Each ends with a line end.
     pub(super) words: String,
-    /// The rank that has not joined, if there is one only.
+    /// The rank that has not joined and waits in no other group, if there is one only.
     pub(super) only_absent: Option<u32>,
 }
 
@@ -29,9 +29,13 @@ pub(super) fn find(hung: &[HungRank]) -> Option<HungCollective> {
             entries.push((rank, collective));
         }
     }
-    let groups = || groups.values();
-    let absent = groups().find_map(|entries| absence(entries));
-    absent.or_else(|| groups().find_map(|entries| mismatch(entries)))
+    let mut absences: Vec<_> = groups.values().filter_map(|entries| absence(entries)).collect();
+    // In the others, a rank is absent because it waits in this one.
+    let first = absences.iter().position(|found| found.only_absent.is_some());
+    if let Some(first) = first.or((!absences.is_empty()).then_some(0)) {
+        return Some(absences.swap_remove(first));
+    }
+    groups.values().find_map(|entries| mismatch(entries))
 }
 
 /// The ranks that wait in the group's oldest collective, which is not over.
@@ -50,7 +54,7 @@ fn absence(entries: &[Entry<'_>]) -> Option<HungCollective> {
     let has = if absent.len() == 1 { "has" } else { "have" };
     let waits = if waiting.len() == 1 { "waits" } else { "wait" };
     let mut words = format!(
-        "{} {has} not joined {} (#{} of group `{}`), in which {} {waits}; {}\n",
+        "{} {has} not joined {} (#{} of group `{}`), in which {} {waits}{}\n",
         ranks(absent.iter().copied()),
         wanted.operation,
         wanted.number,
@@ -59,7 +63,9 @@ fn absence(entries: &[Entry<'_>]) -> Option<HungCollective> {
         place(absent.first()?)
     );
     words.push_str(&table(entries));
-    let only_absent = (absent.len() == 1).then(|| absent[0].rank);
+    let waits_elsewhere = |rank: &HungRank| rank.collectives.iter().any(|other| !other.done);
+    let idle: Vec<_> = absent.iter().filter(|rank| !waits_elsewhere(rank)).collect();
+    let only_absent = (idle.len() == 1).then(|| idle[0].rank);
     Some(HungCollective { words, only_absent })
 }
 
@@ -84,7 +90,7 @@ fn table(entries: &[Entry<'_>]) -> String {
     let mut lines: BTreeMap<String, Vec<&HungRank>> = BTreeMap::new();
     for (rank, collective) in entries {
         let (operation, number) = (&collective.operation, collective.number);
-        let state = if collective.done { "finished" } else { "waits in" };
+        let state = if collective.done { "finished" } else { "in" };
         let place = place_in_script(&rank.stack).map_or_else(String::new, |place| format!(", at {place}"));
         let step = rank.step;
         let line = format!("{state} {operation} (#{number}), after step {step}{place}");
@@ -103,10 +109,11 @@ fn ranks<'a>(ranks: impl Iterator<Item = &'a HungRank>) -> String {
 }
 
 fn place(rank: &HungRank) -> String {
-    place_in_script(&rank.stack).map_or_else(
-        || format!("rank {} does not answer", rank.rank),
-        |place| format!("rank {} is at {place}", rank.rank),
-    )
+    match place_in_script(&rank.stack) {
+        Some(place) => format!("; rank {} is at {place}", rank.rank),
+        None if rank.stack.is_empty() => format!("; rank {} does not answer", rank.rank),
+        None => String::new(),
+    }
 }
 
 /// `train.py:41 in data`: the innermost frame of the stack that is not a library's, of lines `NAME at FILE:LINE: SOURCE`.
@@ -164,8 +171,23 @@ mod tests {
         insta::assert_snapshot!(found.words, @r"
         rank 1 has not joined all_reduce of Float[4, 1024] (#12 of group `default`), in which ranks 0, 2, 3 wait; rank 1 is at train.py:8 in data
           rank 1: finished all_reduce of Float[4, 1024] (#11), after step 11, at train.py:8 in data
-          ranks 0, 2, 3: waits in all_reduce of Float[4, 1024] (#12), after step 11, at train.py:17 in <module>
+          ranks 0, 2, 3: in all_reduce of Float[4, 1024] (#12), after step 11, at train.py:17 in <module>
         ");
+    }
+
+    /// Ranks 0 and 1, 2 and 3 are groups of tensor parallelism; 0 and 2, 1 and 3 of data parallelism.
+    #[test]
+    fn a_rank_that_waits_in_another_group_is_not_the_cause() {
+        let hung = [
+            rank(0, TRAIN, &[("dp0", 5, REDUCE, false), ("tp0", 8, REDUCE, true)]),
+            rank(1, TRAIN, &[("dp1", 5, REDUCE, false), ("tp0", 8, REDUCE, true)]),
+            rank(2, TRAIN, &[("dp0", 4, REDUCE, true), ("tp1", 8, REDUCE, false)]),
+            rank(3, TRAIN, &[("dp1", 4, REDUCE, true), ("tp1", 7, REDUCE, true)]),
+        ];
+        let found = find(&hung).expect("a collective");
+        assert_eq!(found.only_absent, Some(3));
+        assert!(found.words.starts_with("rank 3 has not joined"), "{}", found.words);
+        assert_eq!(find(&hung[..3]).expect("a collective").only_absent, None);
     }
 
     #[test]
@@ -180,8 +202,8 @@ mod tests {
         assert_eq!(found.only_absent, None);
         insta::assert_snapshot!(found.words, @r"
         the ranks called different collectives as #12 of group `default`
-          rank 0: waits in all_reduce of Float[4, 1024] (#12), after step 11, at train.py:17 in <module>
-          rank 1: waits in barrier (#12), after step 11, at train.py:15 in <module>
+          rank 0: in all_reduce of Float[4, 1024] (#12), after step 11, at train.py:17 in <module>
+          rank 1: in barrier (#12), after step 11, at train.py:15 in <module>
         ");
         let other_size = rank(1, TRAIN, &[("default", 12, "all_reduce of Float[2]", false)]);
         assert!(find(&[first.clone(), other_size]).is_none(), "sizes may differ");
