@@ -186,7 +186,11 @@ mod tests {
         ];
         let found = find(&hung).expect("a collective");
         assert_eq!(found.only_absent, Some(3));
-        assert!(found.words.starts_with("rank 3 has not joined"), "{}", found.words);
+        assert!(
+            found.words.starts_with("rank 3 has not joined"),
+            "{}",
+            found.words
+        );
         assert_eq!(find(&hung[..3]).expect("a collective").only_absent, None);
     }
 
