@@ -72,7 +72,8 @@ impl<'a> Driver<'a> {
         let plan = &launch.plan;
         let path = launch.inherited.iter().find(|(name, _)| name == "PATH");
         check_program(&plan.command.program, path.map(|(_, value)| value))?;
-        if plan.nodes.max > 1 {
+        // A daemon on a Unix socket is that of this launcher, and ends with it.
+        if plan.nodes.max > 1 || !plan.endpoint.starts_with("unix:") {
             launch.guardian.set_notice(&DeathNotice {
                 endpoint: plan.endpoint.clone(),
                 token: plan.access.token().map(|token| token.reveal().to_owned()),
