@@ -33,8 +33,9 @@ PATIENCE_S = 60
 # Longer than `takeover_timeout`, so that another generation begins without the node.
 AWAY_S = 20
 # Between worlds of several sizes only the order of additions differs, and what follows from that grows with the steps:
-# undisturbed runs of 1 and of 4 ranks differed by 3e-7 after 1,000 steps, by 2e-5 after 8,000. How far one run is from the
-# other varies, but not by this factor. Losses of steps that follow each other, of different batches, differ by percents.
+# undisturbed runs of 1 and of 4 ranks differed by 3e-7 after 1,000 steps, by 2e-5 after 8,000. After the same number of
+# steps, measured differences vary by less than this factor. Losses of steps that follow each other, of different batches,
+# differ by percents.
 SPREAD = 10
 MIN_NODES, MAX_NODES = 2, 4
 
@@ -251,7 +252,7 @@ def disturb(job, dice, seconds):
 
 
 def undisturbed(job, ranks, steps):
-    """The losses of a run of so many ranks on one node."""
+    """The losses of a run with this number of ranks on one node."""
     config, out = job.folder / f"undisturbed-{ranks}.yaml", job.folder / f"undisturbed-{ranks}"
     config.write_text(CONFIG.format(text=TEXT, steps=steps, accumulation=12 // ranks))
     command = [job.programs / "ddp-run", "--nproc-per-node", str(ranks), "--set", f"run.out_dir={out}", config]
@@ -265,7 +266,7 @@ def difference(losses, expected):
 
 
 def compare(job):
-    """How far the losses are from an undisturbed run, and how far two of those are from each other. Each step is there once."""
+    """The number of steps, each trained once; how far the losses are from an undisturbed run; how far two of those are apart."""
     rows = job.metrics()
     steps = [row["step"] for row in rows]
     if steps != list(range(steps[0], steps[0] + len(steps))):

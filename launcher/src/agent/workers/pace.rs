@@ -16,8 +16,8 @@ const WINDOW_STEPS: u64 = 4;
 /// Shortest time between two marks, and shortest time that an average covers.
 const MARK_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Shortest time of which a sample is taken of how long a worker waits for others. Of short steps it covers several, so
-/// that it is longer than the turns of programs that share a core.
+/// Shortest time that a sample of a worker's waits covers. It is longer than a scheduler's time slice, so that programs
+/// that share a core do not make a straggler.
 const SAMPLE_TIME: Duration = Duration::from_millis(250);
 /// Samples of which quartiles are taken.
 const SAMPLES: usize = 16;
@@ -45,7 +45,7 @@ struct Waits {
 }
 
 impl Waits {
-    /// The worker has waited for so many seconds in all. True if there are enough samples for the first time.
+    /// `waited_s` is the sum of all waits so far. True if there are enough samples for the first time.
     fn note(&mut self, now: Mark, waited_s: Option<f64>) -> bool {
         let waited_s = waited_s.filter(|seconds| seconds.is_finite());
         let (Some(waited_s), Some((from, before))) = (waited_s, self.from) else {
@@ -65,7 +65,7 @@ impl Waits {
         !is_full && self.samples.len() == SAMPLES
     }
 
-    /// A quarter of the samples is less than the first, a quarter is more than the second.
+    /// The lower and the upper quartile.
     fn quartiles(&self) -> Option<[f64; 2]> {
         let mut sorted: Vec<f64> = self.samples.iter().copied().collect();
         sorted.sort_unstable_by(f64::total_cmp);

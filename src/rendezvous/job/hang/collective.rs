@@ -20,7 +20,7 @@ pub(super) struct HungCollective {
 
 type Entry<'a> = (&'a HungRank, &'a Collective);
 
-/// Finds a process group in which ranks wait for one that has not joined, or that called something else.
+/// Finds a process group in which ranks wait for a rank that has not joined, or that called another collective.
 pub(super) fn find(hung: &[HungRank]) -> Option<HungCollective> {
     let mut groups: BTreeMap<&str, Vec<Entry<'_>>> = BTreeMap::new();
     for rank in hung {
@@ -38,7 +38,7 @@ pub(super) fn find(hung: &[HungRank]) -> Option<HungCollective> {
     groups.values().find_map(|entries| mismatch(entries))
 }
 
-/// The ranks that wait in the group's oldest collective, which is not over.
+/// The ranks that wait in the group's oldest unfinished collective.
 fn waiting<'a>(entries: &[Entry<'a>]) -> Vec<Entry<'a>> {
     let waits = || entries.iter().filter(|(_, collective)| !collective.done);
     let oldest = waits().map(|(_, collective)| collective.number).min();
@@ -51,6 +51,12 @@ fn absence(entries: &[Entry<'_>]) -> Option<HungCollective> {
     let (_, wanted) = waiting.first()?;
     let absent = entries.iter().filter(|(_, last)| last.number < wanted.number);
     let absent: Vec<&HungRank> = absent.map(|(rank, _)| *rank).collect();
+    let waits_elsewhere = |rank: &HungRank| rank.collectives.iter().any(|other| !other.done);
+    let idle: Vec<&HungRank> = absent
+        .iter()
+        .copied()
+        .filter(|rank| !waits_elsewhere(rank))
+        .collect();
     let has = if absent.len() == 1 { "has" } else { "have" };
     let waits = if waiting.len() == 1 { "waits" } else { "wait" };
     let mut words = format!(
@@ -60,11 +66,9 @@ fn absence(entries: &[Entry<'_>]) -> Option<HungCollective> {
         wanted.number,
         wanted.group,
         ranks(waiting.iter().map(|(rank, _)| *rank)),
-        place(absent.first()?)
+        place(idle.first().or(absent.first())?)
     );
     words.push_str(&table(entries));
-    let waits_elsewhere = |rank: &HungRank| rank.collectives.iter().any(|other| !other.done);
-    let idle: Vec<_> = absent.iter().filter(|rank| !waits_elsewhere(rank)).collect();
     let only_absent = (idle.len() == 1).then(|| idle[0].rank);
     Some(HungCollective { words, only_absent })
 }
