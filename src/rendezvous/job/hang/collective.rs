@@ -51,12 +51,8 @@ fn absence(entries: &[Entry<'_>]) -> Option<HungCollective> {
     let (_, wanted) = waiting.first()?;
     let absent = entries.iter().filter(|(_, last)| last.number < wanted.number);
     let absent: Vec<&HungRank> = absent.map(|(rank, _)| *rank).collect();
-    let waits_elsewhere = |rank: &HungRank| rank.collectives.iter().any(|other| !other.done);
-    let idle: Vec<&HungRank> = absent
-        .iter()
-        .copied()
-        .filter(|rank| !waits_elsewhere(rank))
-        .collect();
+    let waits_nowhere = |rank: &&HungRank| rank.collectives.iter().all(|last| last.done);
+    let idle: Vec<&HungRank> = absent.iter().copied().filter(waits_nowhere).collect();
     let has = if absent.len() == 1 { "has" } else { "have" };
     let waits = if waiting.len() == 1 { "waits" } else { "wait" };
     let mut words = format!(
