@@ -5,6 +5,7 @@
 //     EMULATOR_MEMORY_MIB=1024  memory of each, for this process alone
 //     EMULATOR_TAKEN_MIB=0      what other processes seem to hold of it
 //     EMULATOR_CUDA=12080       version of CUDA that it is for
+//     CUDA_DEVICE_MAX_CONNECTIONS=8  queues of a device, which its streams share
 //     EMULATOR_DELAY_US=0       longest delay before each piece of a stream's work (stream.hpp)
 //     EMULATOR_SEED=1           of the delays, and of the order in which a kernel's threads run
 //     EMULATOR_WAITS=0          seed of whether an allocation or a module's load waits for all streams first; 0: none does

@@ -14,7 +14,7 @@
 
 namespace emulator {
 
-constexpr int MAX_DEVICES = 16, MAX_PARAMETERS = 32;
+constexpr int MAX_PARAMETERS = 32;
 constexpr size_t MAX_PARAMETER_BYTES = 4096;
 
 // Limits of a launch.
@@ -140,7 +140,7 @@ inline std::shared_ptr<Stream> stream_of(Driver &of, Handle handle) {
         return of.streams.find(handle);
     }
     if (!of.default_stream) {
-        of.default_stream = Stream::start();
+        of.default_stream = Stream::start(std::max(current_device, 0));
     }
     return of.default_stream;
 }

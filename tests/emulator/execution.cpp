@@ -226,7 +226,7 @@ API Result cuCtxGetStreamPriorityRange(int *least, int *greatest) {
 
 API Result cuStreamCreateWithPriority(Handle *stream, unsigned, int) {
     READY(of);
-    *stream = of.streams.add(Stream::start());
+    *stream = of.streams.add(Stream::start(current_device));
     return SUCCESS;
 }
 
@@ -237,7 +237,6 @@ API Result cuStreamDestroy_v2(Handle handle) {
         return INVALID_HANDLE;
     }
     of.streams.alive.erase(handle);
-    stream->end();
     if (setting("EMULATOR_STATISTICS", 0) != 0) {
         const auto [pushed, found_idle] = stream->counts();
         say("stream ends: %llu pieces of work, %llu found it idle", (unsigned long long)pushed,

@@ -62,7 +62,9 @@ fn gpus(emulator: Emulator, job: &TinyJob, ranks: u32) -> Launch {
         .launch()
         .nproc(ranks)
         .dir(job.dir())
-        .env("EMULATOR_GPUS", "4")
+        .env("EMULATOR_GPUS", "8")
+        // As many hardware queues as CUDA gives without the launcher.
+        .env("CUDA_DEVICE_MAX_CONNECTIONS", "8")
         .set("parallel.backend=nccl")
         .set(&format!("train.micro_batch={}", 4 / ranks))
         .set("train.grad_accumulation=1")
@@ -228,6 +230,48 @@ fn tensor_ranks_and_stages_on_nccl_train_as_one_rank_on_the_processor() {
         let late = gpus(emulator, &job, 2).env("EMULATOR_DELAY_US", LATE);
         let settings: Vec<_> = layout.split(' ').chain(passes.iter().copied()).collect();
         expect_same_losses(layout, &train(late, &job, &settings), &expected);
+    }
+}
+
+/// CUDA may run all streams of a GPU in one queue, in the order of their launches. Nothing may wait there for what its own
+/// rank launches later.
+#[test]
+#[ignore = "minutes of emulated GPUs: .ci/run emulated_gpu"]
+fn pipelines_train_on_gpus_with_one_queue_for_all_streams() {
+    let emulator = emulator();
+    let deeper = || TinyJob::with(|yaml| yaml_of_job(yaml).replace("n_layer: 2", "n_layer: 6"));
+    let eight_samples = [
+        "train.micro_batch=1",
+        "train.grad_accumulation=8",
+        "train.steps=2",
+    ];
+    let one = deeper();
+    let alone = launch().nproc(1).dir(one.dir()).set("parallel.backend=cpu");
+    let expected = train(alone, &one, &eight_samples);
+    for (ranks, layout) in [
+        (4, "stages=4 schedule=gpipe"),
+        (4, "stages=2 schedule=1f1b strategy=zero3 grad_accumulation=4"),
+        (3, "stages=3 schedule=interleaved"),
+        (8, "stages=2 schedule=zb-h1 tensor=2 grad_accumulation=4"),
+        (4, "stages=2 schedule=zbv strategy=zero1 grad_accumulation=4"),
+        (2, "stages=2 schedule=greedy"),
+    ] {
+        let job = deeper();
+        let in_one_queue = gpus(emulator, &job, 1)
+            .nproc(ranks)
+            .env("CUDA_DEVICE_MAX_CONNECTIONS", "1");
+        let key = |setting: &str| {
+            let name = setting.split('=').next().expect("a name");
+            match name {
+                "stages" | "schedule" => format!("parallel.pipeline.{setting}"),
+                "grad_accumulation" => format!("train.{setting}"),
+                _ => format!("parallel.{setting}"),
+            }
+        };
+        let keys: Vec<String> = layout.split(' ').map(key).collect();
+        let keys = keys.iter().map(String::as_str);
+        let settings: Vec<_> = eight_samples.into_iter().chain(keys).collect();
+        expect_same_losses(layout, &train(in_one_queue, &job, &settings), &expected);
     }
 }
 

@@ -54,7 +54,7 @@ fn the_best_layouts_of_machines_are_listed_with_how_to_choose_them() {
      chunks per rank              1                   4                   4
      micro-batches                1                  16                  32
      layers per rank             80                  20                  20
-     on the device         46.4 GiB            66.4 GiB            62.9 GiB
+     on the device         46.4 GiB            66.5 GiB            63.1 GiB
        state               19.3 GiB            36.9 GiB            24.5 GiB
      sent along tensor          0 B           669.0 GiB             1.4 TiB
      sent along pipeline        0 B             8.0 GiB             8.0 GiB
@@ -71,9 +71,10 @@ fn the_best_layouts_of_machines_are_listed_with_how_to_choose_them() {
       --set parallel.pipeline.chunks=4 --set parallel.pipeline.schedule=interleaved --set parallel.pipeline.stages=4 --set parallel.sequence=true --set parallel.strategy=zero1 --set parallel.tensor=8 --set train.grad_accumulation=32
     `pp 2 × dp 32` does not fit: with `zero3` and interleaved 1F1B it needs 173.6 GiB, and a device has 72.6 GiB.
     `pp 2 × dp 16 × tp 2` does not fit: with `zero3` and 1F1B it needs 95.2 GiB, and a device has 72.6 GiB.
-    `pp 4 × dp 16` does not fit: with `zero3` and interleaved 1F1B it needs 109.8 GiB, and a device has 72.6 GiB.
-    `pp 8 × dp 8` does not fit: with `zero3` and 1F1B it needs 78.2 GiB, and a device has 72.6 GiB.
-    15 more layouts can only be slower.
+    `pp 4 × dp 16` does not fit: with `zero3` and interleaved 1F1B it needs 109.9 GiB, and a device has 72.6 GiB.
+    `pp 8 × dp 8` does not fit: with `zero3` and interleaved 1F1B it needs 78.3 GiB, and a device has 72.6 GiB.
+    `pp 64` does not fit: with `ddp` and 1F1B it needs 72.6 GiB, and a device has 72.6 GiB.
+    14 more layouts can only be slower.
     ");
 }
 

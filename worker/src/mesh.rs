@@ -299,36 +299,11 @@ impl Mesh {
         self.split(members, name, Executor::Thread)
     }
 
-    /// Communicators of two ranks along `axis`, given by their coordinates along it. A pair without this rank gives `None`. Each
-    /// has an executor thread of its own. Every rank must make the same call, with no operation of the world in flight.
-    pub fn pairs(
-        &self,
-        axis: Axis,
-        pairs: &[[usize; 2]],
-        name: impl Fn(usize) -> String,
-        ahead: usize,
-    ) -> Result<Vec<Option<Communicator>>, CollectiveError> {
-        let (own, along) = (self.index(&[axis]), self.members(&[axis]));
-        let mut made = vec![None; pairs.len()];
-        for round in rounds(pairs) {
-            let Some(pair) = round.into_iter().find(|&pair| pairs[pair].contains(&own)) else {
-                self.world
-                    .split("no pair", &[self.world.rank()], Executor::Inline)?;
-                continue;
-            };
-            let mut members = pairs[pair].map(|coordinate| along[coordinate]);
-            members.sort_unstable();
-            let name = name(pair);
-            let purpose = Purpose::Messages { ahead };
-            let comm = (self.world).split_for(purpose, &name, &members, Executor::Thread)?;
-            self.groups().push(Group {
-                members: members.to_vec(),
-                name,
-                comm: comm.clone(),
-            });
-            made[pair] = Some(comm);
-        }
-        Ok(made)
+    /// A separate communicator of the ranks along `axis`, for [messages](Purpose::Messages) between two of them, with an
+    /// executor thread of its own.
+    pub fn line(&self, axis: Axis, name: &str) -> Result<Communicator, CollectiveError> {
+        let members = self.members(&[axis]);
+        self.split_for(Purpose::Messages, members, name, Executor::Thread)
     }
 
     /// The timeline of the world and of all groups.
@@ -368,12 +343,22 @@ impl Mesh {
         name: &str,
         executor: Executor,
     ) -> Result<Communicator, CollectiveError> {
+        self.split_for(Purpose::Collectives, members, name, executor)
+    }
+
+    fn split_for(
+        &self,
+        purpose: Purpose,
+        members: Vec<usize>,
+        name: &str,
+        executor: Executor,
+    ) -> Result<Communicator, CollectiveError> {
         let mut groups = self.groups();
         let is_asked_for = |group: &&Group| group.members == members && group.name == name;
         if let Some(group) = groups.iter().find(is_asked_for) {
             return Ok(group.comm.clone());
         }
-        let comm = self.world.split(name, &members, executor)?;
+        let comm = self.world.split_for(purpose, name, &members, executor)?;
         groups.push(Group {
             members,
             name: name.to_owned(),
@@ -385,23 +370,6 @@ impl Mesh {
     fn groups(&self) -> MutexGuard<'_, Vec<Group>> {
         self.groups.lock().unwrap_or_else(PoisonError::into_inner)
     }
-}
-
-/// The numbers of `pairs` in rounds. In a round no rank is in two pairs, so one split makes the
-/// whole round.
-fn rounds(pairs: &[[usize; 2]]) -> Vec<Vec<usize>> {
-    let mut rounds: Vec<Vec<usize>> = Vec::new();
-    for (number, pair) in pairs.iter().enumerate() {
-        let is_free = |round: &&mut Vec<usize>| {
-            let mut others = round.iter().flat_map(|&other| pairs[other]);
-            others.all(|end| !pair.contains(&end))
-        };
-        match rounds.iter_mut().find(is_free) {
-            Some(round) => round.push(number),
-            None => rounds.push(vec![number]),
-        }
-    }
-    rounds
 }
 
 #[cfg(test)]
@@ -481,17 +449,6 @@ mod tests {
                 }
             }
         }
-    }
-
-    #[test]
-    fn no_rank_is_in_two_pairs_of_a_round() {
-        // Activations and gradients of four stages.
-        let pairs = [[0, 1], [1, 2], [2, 3], [1, 0], [2, 1], [3, 2]];
-        assert_eq!(
-            rounds(&pairs),
-            [vec![0, 2], vec![1], vec![3, 5], vec![4]],
-            "four splits, however many stages there are"
-        );
     }
 
     /// pp × dp × tp of eight ranks on two nodes.

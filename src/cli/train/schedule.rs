@@ -7,9 +7,7 @@ use std::{fs, io};
 
 use clap::ArgGroup;
 use ddp_proto::words::counted;
-use ddp_worker::parallel::pipeline::{
-    Links, PipelinePlan, Schedule, SchedulePicture, StageCosts, grid, simulate,
-};
+use ddp_worker::parallel::pipeline::{PipelinePlan, Schedule, SchedulePicture, StageCosts, grid, simulate};
 
 use crate::cli::error::CliError;
 use crate::cli::native::Draft;
@@ -107,8 +105,7 @@ fn planned(args: &ScheduleArgs) -> Result<String, CliError> {
     };
     let (schedule, placement) = (plan.schedule(), plan.placement());
     let costs = vec![StageCosts::UNIT; placement.stages()];
-    let simulation =
-        simulate(schedule, &costs, Links::IDEAL).map_err(|error| CliError::Config(error.to_string()))?;
+    let simulation = simulate(schedule, &costs, 0).map_err(|error| CliError::Config(error.to_string()))?;
     let picture = SchedulePicture {
         placement,
         simulation: &simulation,

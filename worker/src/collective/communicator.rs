@@ -20,8 +20,6 @@ const QUEUE_BOUND: usize = 1024;
 /// An operation gets this long after its time-out to report the time-out itself, with the better error.
 const GRACE: Duration = Duration::from_secs(5);
 
-/// Bound of any operation.
-const LONGEST: Duration = Duration::from_hours(24 * 7);
 /// Longest wait for a buffer to be ready between two checks of the cancel token, which events do not know.
 const INPUT_POLL_INTERVAL: Duration = Duration::from_millis(10);
 
@@ -88,8 +86,6 @@ struct CommunicatorInfo {
     members: Vec<usize>,
     /// Of an operation.
     timeout: Duration,
-    /// How long a caller waits for the result of an operation.
-    patience: Duration,
     cancel: Cancel,
     timeline: Timeline,
     /// Not under the lock of the driver, which a running operation holds.
@@ -108,15 +104,14 @@ impl Communicator {
         timeout: Duration,
         cancel: &Cancel,
     ) -> Self {
-        let bounds = ([timeout; 2], cancel);
-        Self::over(name, transport, executor, bounds, Timeline::default())
+        Self::over(name, transport, executor, (timeout, cancel), Timeline::default())
     }
 
     fn over(
         name: &str,
         transport: Box<dyn Transport>,
         executor: Executor,
-        ([timeout, patience], cancel): ([Duration; 2], &Cancel),
+        (timeout, cancel): (Duration, &Cancel),
         timeline: Timeline,
     ) -> Self {
         let info = Arc::new(CommunicatorInfo {
@@ -124,7 +119,6 @@ impl Communicator {
             rank: transport.rank(),
             members: transport.members().to_vec(),
             timeout,
-            patience,
             cancel: cancel.clone(),
             timeline,
             wire: Mutex::default(),
@@ -171,10 +165,9 @@ impl Communicator {
         &self.0.info.members
     }
 
-    /// When to stop waiting for an operation that starts now: its time-out, and some time for it to report that itself. Of a
-    /// group that is split for [messages](Purpose::Messages) it is the time-out of one.
+    /// When to stop waiting for an operation that starts now: its time-out, and some time for it to report that itself.
     pub fn deadline(&self) -> Instant {
-        Instant::now() + self.0.info.patience + GRACE
+        Instant::now() + self.0.info.timeout + GRACE
     }
 
     /// [`Operation::AllReduce`].
@@ -229,8 +222,7 @@ impl Communicator {
         self.split_for(Purpose::Collectives, name, members, executor)
     }
 
-    /// The same, for a purpose. The time-out of messages grows with what may be before them in the queue. Who needs the
-    /// result of one waits no longer than for any other operation: until [`Communicator::deadline`].
+    /// The same, for a purpose.
     pub fn split_for(
         &self,
         purpose: Purpose,
@@ -238,24 +230,16 @@ impl Communicator {
         members: &[usize],
         executor: Executor,
     ) -> Result<Self, CollectiveError> {
-        let transport = self.0.driver.lock().set_up("split", 0, name, |transport, wait| {
-            let mut part = transport.split(name, members, wait)?;
-            part.prepare(purpose, wait)?;
-            Ok(part)
-        })?;
+        let call = |transport: &mut dyn Transport, wait: &Wait| transport.split(purpose, name, members, wait);
+        let transport = self.0.driver.lock().set_up("split", 0, name, call)?;
         let info = &*self.0.info;
-        let times = match purpose {
-            Purpose::Collectives => 1,
-            Purpose::Messages { ahead } => u32::try_from(ahead).unwrap_or(u32::MAX).max(1),
-        };
-        let timeout = info.timeout.saturating_mul(times).min(LONGEST);
-        let bounds = ([timeout, info.patience], &info.cancel);
+        let timeline = info.timeline.clone();
         Ok(Self::over(
             name,
             transport,
             executor,
-            bounds,
-            info.timeline.clone(),
+            (info.timeout, &info.cancel),
+            timeline,
         ))
     }
 
@@ -540,7 +524,13 @@ mod tests {
             &self.members
         }
 
-        fn split(&mut self, _: &str, _: &[usize], _: &Wait) -> Result<Box<dyn Transport>, Failure> {
+        fn split(
+            &mut self,
+            _: Purpose,
+            _: &str,
+            _: &[usize],
+            _: &Wait,
+        ) -> Result<Box<dyn Transport>, Failure> {
             Err(Failure::Invalid("not in this test".into()))
         }
 

@@ -52,6 +52,14 @@ impl Operation {
         }
     }
 
+    /// The rank within the group at the other end of a message.
+    pub(super) fn peer(self) -> Option<usize> {
+        match self {
+            Self::Send { to: peer } | Self::Recv { from: peer } => Some(peer),
+            _ => None,
+        }
+    }
+
     /// How elements are reduced, if they are.
     pub(super) fn reduction(self) -> Option<ReduceOp> {
         match self {

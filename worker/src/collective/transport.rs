@@ -13,11 +13,9 @@ use crate::device::{Arena, ArenaSpec, Device, Event, Held};
 pub enum Purpose {
     /// Operations of all its ranks.
     Collectives,
-    /// Messages between its two ranks.
-    Messages {
-        /// Most operations that are put in the queue before those before them are done.
-        ahead: usize,
-    },
+    /// Messages between two of its ranks. NCCL connects two ranks in their first message, in which each waits for the other,
+    /// so the user sends a first message over each link, in one order of all ranks.
+    Messages,
 }
 
 /// How one group moves bytes. Calls come one at a time, in the same order on every rank.
@@ -41,13 +39,13 @@ pub trait Transport: Send {
 
     /// A transport for some members, this rank among them, given as ranks of this group in ascending order. A
     /// collective call of all ranks of this group, each with its own subgroup.
-    fn split(&mut self, name: &str, members: &[usize], wait: &Wait) -> Result<Box<dyn Transport>, Failure>;
-
-    /// Connects to the other ranks of the group for its purpose, where that would otherwise wait until the first operation. A
-    /// collective call.
-    fn prepare(&mut self, _purpose: Purpose, _wait: &Wait) -> Result<(), Failure> {
-        Ok(())
-    }
+    fn split(
+        &mut self,
+        purpose: Purpose,
+        name: &str,
+        members: &[usize],
+        wait: &Wait,
+    ) -> Result<Box<dyn Transport>, Failure>;
 
     /// Carries out one operation on the calling thread. `held` is the exclusive hold on the request's buffer meanwhile. Returns
     /// what this rank put on the wire, as [`WireBytes`] counts it. Not called where there is a stream.
@@ -198,7 +196,7 @@ impl Transport for SingleRank {
         &self.members
     }
 
-    fn split(&mut self, _: &str, _: &[usize], _: &Wait) -> Result<Box<dyn Transport>, Failure> {
+    fn split(&mut self, _: Purpose, _: &str, _: &[usize], _: &Wait) -> Result<Box<dyn Transport>, Failure> {
         Ok(Box::new(self.clone()))
     }
 

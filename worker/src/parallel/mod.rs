@@ -11,7 +11,7 @@
 //! | [`Parameters`] | what a rank owns of the parameters, gathered for as long as [`ReshardPolicy`] says |
 //! | [`TensorGroup`] | what the ranks of a tensor group exchange within a layer |
 //! | [`pipeline`] | what a rank does in a step, as data |
-//! | [`EdgeQueues`] | what the ranks of a pipeline hand to each other |
+//! | [`StageMessages`] | what the ranks of a pipeline hand to each other |
 //! | [`CommTimes`], [`DeviceTimes`] | what communication took, as the host and the device see it |
 //! | [`Dtypes`] | which type is used where, in f32 and in mixed precision |
 //! | [`SyncBatchNorm`] | batch normalisation over the rows of all ranks |
@@ -25,7 +25,6 @@ mod agreement;
 mod batch_norm;
 mod comm_times;
 mod dtypes;
-mod edge_queues;
 mod join;
 mod layout;
 mod norm_order;
@@ -34,13 +33,13 @@ pub mod pipeline;
 mod reduction;
 mod replica_set;
 mod sharding;
+mod stage_messages;
 mod tensor;
 
 pub use agreement::{Agreement, AgreementError, Signature};
 pub use batch_norm::SyncBatchNorm;
 pub use comm_times::{CommTimes, CommTracker, DeviceTimes};
 pub use dtypes::Dtypes;
-pub use edge_queues::{Arrival, EdgeQueues};
 pub use join::{JoinError, JoinOptions, join_world, join_world_on, join_world_through};
 pub use layout::{Bucket, GradSpec, GradientLayout, LayoutConfig, LayoutError};
 pub use norm_order::NormOrder;
@@ -48,4 +47,5 @@ pub use parameters::{Difference, Parameters, ReshardPolicy};
 pub use reduction::{ReduceError, Reduced, Reducer, ReducerConfig, Step};
 pub use replica_set::{CopyGroup, ONE_COPY, ReplicaSet, is_counted};
 pub use sharding::{ArenaRanges, ArenaShare, OwnPiece, ShardUnit, Sharding};
+pub use stage_messages::{Arrival, MessageShape, StageMessages};
 pub use tensor::TensorGroup;

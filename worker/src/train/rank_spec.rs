@@ -14,7 +14,7 @@ use super::idle_world::idle_world;
 use super::replica::Replica;
 use super::run_row::{rehearse_evaluation, rehearse_step};
 use super::strategy::{ShardingStrategy, held, mesh, part_of, pipeline_plan};
-use super::world::{Groups, World, edge_queues, tensor_group};
+use super::world::{Groups, World, stage_messages, tensor_group};
 use crate::config::{Accumulate, LastBatch, TrainConfig};
 use crate::mesh::{Axis, MeshShape};
 use crate::model::{ActivationPool, Model, ModelPart};
@@ -112,7 +112,7 @@ impl RankSpec {
             },
             set,
             tensor: tensor_group(world, self.model.part.sequence)?,
-            edges: edge_queues(world, config, &self.model, &self.plan)?,
+            messages: stage_messages(world, config, &self.model, &self.plan)?,
         })
     }
 

@@ -56,7 +56,7 @@ impl Replica {
     /// `activations` are the bytes that a rehearsal of the plan has found.
     pub(crate) fn new(
         world: &World,
-        Groups { tensor, edges, .. }: Groups,
+        Groups { tensor, messages, .. }: Groups,
         (model, parameters): (Model, Parameters),
         (plan, activations): (&Arc<PipelinePlan>, usize),
         config: &TrainConfig,
@@ -66,10 +66,10 @@ impl Replica {
         let dloss = world
             .device
             .alloc(&ArenaSpec::private("loss factors", DType::F32, positions))?;
-        let counts = buffers_needed(&model, &plan.row(edges.rank(), plan.micro_batches()));
+        let counts = buffers_needed(&model, &plan.row(messages.rank(), plan.micro_batches()));
         Ok(Self {
             feed: TokenFeed::new(world, tokens, counts)?,
-            row: RowState::new(plan.clone(), edges),
+            row: RowState::new(plan.clone(), messages),
             plan: plan.clone(),
             pool: activation_pool(world, tensor.as_ref(), activations)?,
             tensor,
@@ -143,10 +143,9 @@ impl Replica {
     }
 
     /// Prepares for a row.
-    pub(crate) fn begin(&mut self, row: &[Action], purpose: RowPurpose) -> Result<(), TrainError> {
+    pub(crate) fn begin(&mut self, purpose: RowPurpose) {
         self.feed.reset();
-        let begun = self.row.begin(row, purpose, &self.pool);
-        begun.map_err(|error| self.cause(error))
+        self.row.begin(purpose);
     }
 
     /// True if an action takes a micro-batch from the host: its tokens, its targets, or both.
@@ -231,7 +230,7 @@ impl Replica {
     }
 
     fn trackers(&self) -> impl Iterator<Item = &CommTracker> {
-        let of_all = [self.parameters.tracker(), self.row.edges.tracker()];
+        let of_all = [self.parameters.tracker(), self.row.messages.tracker()];
         of_all
             .into_iter()
             .chain(self.tensor.as_ref().map(TensorGroup::tracker))

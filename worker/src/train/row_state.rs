@@ -8,9 +8,9 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use crate::device::DeviceError;
-use crate::model::{Activation, ActivationPool, ChunkState, GradSink, Hooks, Passes};
+use crate::model::{Activation, ChunkState, GradSink, Hooks, Passes};
 use crate::parallel::pipeline::{Action, ActionKind, PipelinePlan};
-use crate::parallel::{Arrival, EdgeQueues};
+use crate::parallel::{Arrival, StageMessages};
 
 /// What a row is run for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,7 +26,7 @@ pub(crate) enum RowPurpose {
 /// The micro-batches of a row that are in flight, and the messages between stages.
 pub(crate) struct RowState {
     plan: Arc<PipelinePlan>,
-    pub(crate) edges: EdgeQueues,
+    pub(crate) messages: StageMessages,
     purpose: RowPurpose,
     /// By stage and micro-batch: between forward and the end of backward.
     in_flight: HashMap<(usize, usize), ChunkState>,
@@ -37,10 +37,10 @@ pub(crate) struct RowState {
 }
 
 impl RowState {
-    pub(crate) fn new(plan: Arc<PipelinePlan>, edges: EdgeQueues) -> Self {
+    pub(crate) fn new(plan: Arc<PipelinePlan>, messages: StageMessages) -> Self {
         Self {
             plan,
-            edges,
+            messages,
             purpose: RowPurpose::Training,
             in_flight: HashMap::new(),
             inputs: HashMap::new(),
@@ -50,21 +50,16 @@ impl RowState {
 
     /// This rank along the pipeline.
     pub(crate) fn rank(&self) -> usize {
-        self.edges.rank()
+        self.messages.rank()
     }
 
     /// Prepares for a row. Drops what a row that ended with an error has left behind.
-    pub(crate) fn begin(
-        &mut self,
-        row: &[Action],
-        purpose: RowPurpose,
-        pool: &ActivationPool,
-    ) -> Result<(), DeviceError> {
+    pub(crate) fn begin(&mut self, purpose: RowPurpose) {
         self.purpose = purpose;
         self.in_flight.clear();
         self.inputs.clear();
         self.to_send.clear();
-        self.edges.begin(row, pool)
+        self.messages.begin();
     }
 
     /// True if this action takes tokens: it is a forward over the first stage.
@@ -92,7 +87,7 @@ impl RowState {
         if let Some(consumer) = action.parts().next()
             && let Some(arrival) = self.inputs.remove(&consumer)
         {
-            let activation = self.edges.arrived(arrival)?;
+            let activation = self.messages.arrived(arrival)?;
             self.inputs.insert(consumer, Arrival::local(activation));
         }
         Ok(())
@@ -120,13 +115,13 @@ impl RowState {
             ActionKind::SendActivation | ActionKind::SendGradient => {
                 let producer = action.with(end_of(action.kind));
                 let activation = self.to_send.remove(&producer);
-                self.edges.send(
+                self.messages.send(
                     action,
                     activation.expect("the schedule was checked: F or I comes first"),
                 )?;
             }
             ActionKind::ReceiveActivation | ActionKind::ReceiveGradient => {
-                let arrival = self.edges.receive(action, passes.ctx.pool)?;
+                let arrival = self.messages.receive(action, passes.ctx.pool)?;
                 self.inputs.insert(action.with(end_of(action.kind)), arrival);
             }
             ActionKind::WeightGradient => {}
@@ -136,7 +131,7 @@ impl RowState {
 
     /// Ends a row after its last action.
     pub(crate) fn finish(&mut self) -> Result<(), DeviceError> {
-        self.edges.finish()?;
+        self.messages.finish()?;
         let left = [self.in_flight.len(), self.inputs.len(), self.to_send.len()];
         assert_eq!(
             left, [0; 3],
@@ -217,7 +212,7 @@ impl RowState {
 
     fn take_input(&mut self, consumer: Action) -> Result<Activation, DeviceError> {
         let arrival = self.inputs.remove(&consumer);
-        self.edges
+        self.messages
             .arrived(arrival.expect("the schedule was checked: the input comes first"))
     }
 

@@ -67,7 +67,7 @@ pub(crate) fn run_row(
 ) -> Result<(), TrainError> {
     let row = replica.row(purpose, micro_batches);
     let mut batch = MicroBatch::new(replica.positions());
-    replica.begin(&row, purpose)?;
+    replica.begin(purpose);
     for action in row {
         caller.before(replica, action)?;
         let takes_batch = replica.takes_batch(action);

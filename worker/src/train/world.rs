@@ -12,7 +12,9 @@ use crate::device::{Device, Stream};
 use crate::mesh::{Axis, Mesh, MeshShape};
 use crate::model::Model;
 use crate::parallel::pipeline::PipelinePlan;
-use crate::parallel::{EdgeQueues, JoinOptions, ReplicaSet, TensorGroup, join_world_on, join_world_through};
+use crate::parallel::{
+    JoinOptions, MessageShape, ReplicaSet, StageMessages, TensorGroup, join_world_on, join_world_through,
+};
 use crate::session::{Cancel, Session};
 use crate::timeline::{Kind, Mark};
 
@@ -134,28 +136,33 @@ pub(super) struct Groups {
     /// The ranks that compute each layer together with this one.
     pub(super) tensor: Option<TensorGroup>,
     /// To the stages before and behind.
-    pub(super) edges: EdgeQueues,
+    pub(super) messages: StageMessages,
 }
 
 /// Between the stages of the pipeline. Every rank must call it.
-pub(super) fn edge_queues(
+pub(super) fn stage_messages(
     world: &World,
     config: &TrainConfig,
     model: &Model,
     plan: &PipelinePlan,
-) -> Result<EdgeQueues, TrainError> {
+) -> Result<StageMessages, TrainError> {
     let (samples, block_size) = (config.train.micro_batch, config.model.block_size);
     // Under sequence parallelism blocks hand on a rank's own rows.
-    let handed_on = if model.part.sequence {
+    let dimensions = if model.part.sequence {
         vec![samples * block_size / model.part.tensor.1, config.model.n_embd]
     } else {
         vec![samples, block_size, config.model.n_embd]
     };
-    Ok(EdgeQueues::connect(
+    let shape = MessageShape {
+        dimensions,
+        dtype: model.dtype(),
+    };
+    let compute = (&world.device, world.stream);
+    Ok(StageMessages::connect(
         &world.mesh,
-        (&world.device, world.stream),
-        (plan.placement(), plan.capacity(), plan.actions()),
-        (&handed_on, model.dtype()),
+        compute,
+        plan.placement(),
+        shape,
     )?)
 }
 

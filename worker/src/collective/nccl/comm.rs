@@ -60,6 +60,11 @@ impl Membership {
         let others = self.members.iter().copied();
         others.filter(|&rank| rank != self.global()).collect()
     }
+
+    /// Global ranks that an operation waits for: the rank of the group at the other end of a message, or all others.
+    pub(super) fn awaited(&self, peer: Option<usize>) -> Vec<usize> {
+        peer.map_or_else(|| self.others(), |peer| vec![self.members[peer]])
+    }
 }
 
 /// The stream of a communicator.
@@ -150,8 +155,8 @@ pub(super) struct Observation {
     pub(super) oldest: Option<Oldest>,
     /// Bound of each phase of an operation.
     pub(super) timeout: Duration,
-    /// Global ranks of the others.
-    pub(super) others: Vec<usize>,
+    /// Global ranks that it waits for.
+    pub(super) awaited: Vec<usize>,
 }
 
 /// A communicator with its stream.
@@ -185,7 +190,7 @@ impl Waiting for Comm {
             // NCCL does not say which of them has not come.
             ranks: match oldest.phase {
                 OperationPhase::Queued => Vec::new(),
-                _ => self.membership.others(),
+                _ => self.membership.awaited(oldest.peer),
             },
         })
     }
@@ -216,7 +221,7 @@ impl Comm {
 
     /// Waits until the communicator is made.
     pub(super) fn await_ready(self: &Arc<Self>, wait: &Wait) -> Result<(), Failure> {
-        self.call(None, wait, |_| Ok(()))?;
+        self.call((None, None), wait, |_| Ok(()))?;
         let waiting: Arc<dyn Waiting> = self.clone();
         self.membership.cancel.listen_to(Arc::downgrade(&waiting));
         Ok(())
@@ -228,10 +233,11 @@ impl Comm {
         &self,
         color: Option<usize>,
         key: usize,
+        purpose: Purpose,
         wait: &Wait,
     ) -> Result<CommAddress, Failure> {
         self.stream.bind()?;
-        self.call(None, wait, |handle| handle.split(color, key))
+        self.call((None, None), wait, |handle| handle.split(color, key, purpose))
     }
 
     /// What [`Comm::split`] made, if this rank has a color.
@@ -239,12 +245,11 @@ impl Comm {
         self.handle.lock().as_ref().ok_or_else(left)?.part(address)
     }
 
-    /// Carries one element between the ranks, each way between two that will send messages, and waits for it. NCCL connects
-    /// to a rank in the first call for it, which returns only when that rank has made such a call too. Two ranks of a
-    /// pipeline, each with a receive to post before the other's send, would wait for ever. For collectives, NCCL connects by
-    /// algorithm: one that it uses only for more bytes is connected later, in a call that all ranks make.
-    pub(super) fn connect(&self, purpose: Purpose, wait: &Wait) -> Result<(), Failure> {
-        self.exchange_an_element(purpose, wait).inspect_err(|failure| {
+    /// Reduces one element over the ranks, and waits for it: NCCL connects ranks in the first call that needs it, which
+    /// returns only when all have made that call. It connects by algorithm: one that it uses only for more bytes is connected
+    /// later.
+    pub(super) fn connect(&self, wait: &Wait) -> Result<(), Failure> {
+        self.reduce_an_element(wait).inspect_err(|failure| {
             self.fail(AbortReason {
                 failure: failure.clone(),
                 sequence: None,
@@ -252,22 +257,15 @@ impl Comm {
         })
     }
 
-    fn exchange_an_element(&self, purpose: Purpose, wait: &Wait) -> Result<(), Failure> {
-        let operations = match (purpose, self.membership.rank) {
-            (Purpose::Collectives, _) => vec![Operation::Barrier],
-            (Purpose::Messages { .. }, 0) => vec![Operation::Send { to: 1 }, Operation::Recv { from: 1 }],
-            (Purpose::Messages { .. }, _) => vec![Operation::Recv { from: 0 }, Operation::Send { to: 0 }],
-        };
+    fn reduce_an_element(&self, wait: &Wait) -> Result<(), Failure> {
         self.stream.bind()?;
-        for operation in operations {
-            let request = Request {
-                operation,
-                buffer: self.token.whole(),
-                traffic: Traffic::Other,
-                tag: "connect".into(),
-            };
-            self.issue(None, &request, wait)?;
-        }
+        let request = Request {
+            operation: Operation::Barrier,
+            buffer: self.token.whole(),
+            traffic: Traffic::Other,
+            tag: "connect".into(),
+        };
+        self.issue(None, &request, wait)?;
         let done = self.stream.record();
         loop {
             if let Some(outcome) = done.poll() {
@@ -338,7 +336,7 @@ impl Comm {
         let own = slice(request.buffer.len(), members.len(), *rank);
         let base = self.stream.gpu().address(&request.buffer)?.as_ptr();
         let stream = self.stream.gpu().raw_stream(self.stream.stream)?.cast();
-        self.call(sequence, wait, |handle| {
+        self.call((sequence, request.operation.peer()), wait, |handle| {
             // SAFETY: the address is that of a buffer of the device. The recorder, or this communicator for its token,
             // keeps it until the stream has passed the operation; where that is never seen, `Drop` keeps it for ever unless the communicator was
             // aborted or left. If the call fails, the device keeps its memory from then on (`fail`). The stream is the
@@ -351,7 +349,7 @@ impl Comm {
     /// After a failure the watchdog aborts the communicator, since this thread may be needed elsewhere.
     fn call<T>(
         &self,
-        sequence: Option<u64>,
+        (sequence, peer): (Option<u64>, Option<usize>),
         wait: &Wait,
         call: impl FnOnce(&mut Handle) -> Result<T, Failure>,
     ) -> Result<T, Failure> {
@@ -359,7 +357,7 @@ impl Comm {
         self.check_alive(sequence)?;
         let handle = handle.as_mut().ok_or_else(left)?;
         let result = call(handle).and_then(|value| {
-            self.await_settled(handle, wait)?;
+            self.await_settled(handle, peer, wait)?;
             Ok(value)
         });
         result.inspect_err(|failure| {
@@ -371,11 +369,11 @@ impl Comm {
     }
 
     /// Waits until no call goes on in the background.
-    fn await_settled(&self, handle: &mut Handle, wait: &Wait) -> Result<(), Failure> {
+    fn await_settled(&self, handle: &mut Handle, peer: Option<usize>, wait: &Wait) -> Result<(), Failure> {
         let started = Instant::now();
         while !handle.is_settled()? {
             self.check_alive(None)?;
-            wait.check(|| self.membership.others())?;
+            wait.check(|| self.membership.awaited(peer))?;
             if started.elapsed() < SPIN {
                 std::thread::yield_now();
             } else {
@@ -414,11 +412,6 @@ impl Comm {
         self.failed.get().map(|failed| &failed.reason)
     }
 
-    /// The first operation that has not ended.
-    pub(super) fn oldest(&self) -> Option<Oldest> {
-        self.recorder.lock().oldest()
-    }
-
     /// None if it has failed.
     pub(super) fn observe(&self, now: Instant) -> Option<Observation> {
         if self.failed.get().is_some() {
@@ -427,13 +420,14 @@ impl Comm {
         let reported = self.reported_error();
         let mut recorder = self.recorder.lock();
         recorder.update(now);
+        let oldest = recorder.oldest();
         Some(Observation {
             over: self.membership.cancel.cause().map(str::to_owned),
             reported,
             device: recorder.failed.clone(),
-            oldest: recorder.oldest(),
+            awaited: (self.membership).awaited(oldest.as_ref().and_then(|oldest| oldest.peer)),
+            oldest,
             timeout: self.membership.timeout,
-            others: self.membership.others(),
         })
     }
 
@@ -496,7 +490,7 @@ impl Comm {
             return Ok(());
         }
         self.stream.bind()?;
-        self.call(None, wait, Handle::finalize)?;
+        self.call((None, None), wait, Handle::finalize)?;
         self.recorder.lock().update(Instant::now());
         self.handle.lock().take().map_or(Ok(()), Handle::destroy)
     }

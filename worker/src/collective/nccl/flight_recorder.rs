@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use std::fmt::{self, Write};
 use std::time::{Duration, Instant};
 
-use crate::collective::operation::Request;
+use crate::collective::operation::{Operation, Request};
 use crate::device::{Buffer, DeviceError, Event};
 use crate::timeline::Interval;
 
@@ -66,11 +66,23 @@ impl fmt::Display for OperationPhase {
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Oldest {
     pub(super) sequence: u64,
+    /// The rank of the group at the other end of a message.
+    pub(super) peer: Option<usize>,
+    /// For errors and traces.
+    pub(super) tag: String,
     /// `all-reduce #3 (bucket 3)`
     pub(super) name: String,
     pub(super) phase: OperationPhase,
     /// Begin of the phase; for a queued one, when the operation before it had ended.
     pub(super) since: Instant,
+}
+
+impl Oldest {
+    /// What all its ranks call it: the number of a collective, or the tag of a message, of which ranks send different numbers.
+    pub(super) fn common_name(&self) -> String {
+        self.peer
+            .map_or_else(|| self.sequence.to_string(), |_| self.tag.clone())
+    }
 }
 
 /// The operations of one communicator, as of the last update.
@@ -88,7 +100,7 @@ pub(super) struct FlightRecorder {
 
 pub(super) struct RecordedOperation {
     sequence: u64,
-    operation: String,
+    operation: Operation,
     tag: String,
     bytes: usize,
     /// Once it is in the stream.
@@ -106,7 +118,7 @@ impl FlightRecorder {
     pub(super) fn called(&mut self, sequence: u64, request: &Request, now: Instant) {
         self.in_flight.push_back(RecordedOperation {
             sequence,
-            operation: request.operation.to_string(),
+            operation: request.operation,
             tag: request.tag.clone(),
             bytes: request.buffer.bytes(),
             events: None,
@@ -163,8 +175,11 @@ impl FlightRecorder {
 
     /// The first operation that has not ended.
     pub(super) fn oldest(&self) -> Option<Oldest> {
-        self.in_flight.front().map(|first| Oldest {
+        let first = self.in_flight.front()?;
+        Some(Oldest {
             sequence: first.sequence,
+            peer: first.operation.peer(),
+            tag: first.tag.clone(),
             name: format!("{} #{} ({})", first.operation, first.sequence, first.tag),
             phase: first.phase,
             since: first.since,
@@ -183,7 +198,7 @@ impl FlightRecorder {
                 text,
                 "  #{:<6} {:<16} {:>12} bytes  {:<10} {:>8.1} ms  {}",
                 entry.sequence,
-                entry.operation,
+                entry.operation.to_string(),
                 entry.bytes,
                 entry.phase,
                 time.as_secs_f64() * 1e3,

@@ -14,6 +14,7 @@ use std::sync::atomic::{AtomicPtr, Ordering};
 
 use crate::collective::error::Failure;
 use crate::collective::operation::{Operation, ReduceOp, Request};
+use crate::collective::transport::Purpose;
 use crate::device::DType;
 use crate::libraries::{Library, LibraryError, LibraryKind, Version, table};
 
@@ -165,7 +166,7 @@ impl Handle {
     /// Begins to make a communicator; the calling thread's current device is its device.
     pub(super) fn init(nccl: &Nccl, id: UniqueId, size: usize, rank: usize) -> Result<Self, Failure> {
         let address = CommAddress::new();
-        let mut config = Config::non_blocking();
+        let mut config = Config::of(Purpose::Collectives);
         let init = nccl.0.functions.comm_init;
         // SAFETY: the address is never freed; the configuration is copied during the call.
         let status = unsafe {
@@ -245,9 +246,14 @@ impl Handle {
     }
 
     /// Begins to split: ranks with the same color form a communicator, ordered by key. None: only takes part.
-    pub(super) fn split(&mut self, color: Option<usize>, key: usize) -> Result<CommAddress, Failure> {
+    pub(super) fn split(
+        &mut self,
+        color: Option<usize>,
+        key: usize,
+        purpose: Purpose,
+    ) -> Result<CommAddress, Failure> {
         let address = CommAddress::new();
-        let mut config = Config::non_blocking();
+        let mut config = Config::of(purpose);
         let color = color.map_or(NO_COLOR, |color| color as c_int);
         let split = self.nccl.0.functions.comm_split;
         // SAFETY: alive; the address is never freed; the configuration is copied during the call.
@@ -356,6 +362,10 @@ impl RedOp {
 /// `NCCL_SPLIT_NOCOLOR`: takes part in a split without getting a communicator.
 pub(super) const NO_COLOR: c_int = -1;
 
+/// Most thread blocks of a send or a receive. One that waits for its peer holds them meanwhile, up to 16 of them by NCCL's
+/// own choice (2.28, NVSwitch), beside the stage that computes.
+const MESSAGE_CTAS: c_int = 4;
+
 /// `ncclConfig_t` of NCCL 2.18.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
@@ -376,8 +386,8 @@ impl Config {
     const MAGIC: c_uint = 0xcafe_beef;
     const UNDEFINED: c_int = c_int::MIN;
 
-    /// Calls return at once; all else as the environment and NCCL choose.
-    const fn non_blocking() -> Self {
+    /// Calls return at once, and messages take few blocks; all else as the environment and NCCL choose.
+    const fn of(purpose: Purpose) -> Self {
         Self {
             size: size_of::<Self>(),
             magic: Self::MAGIC,
@@ -385,7 +395,10 @@ impl Config {
             blocking: 0,
             cga_cluster_size: Self::UNDEFINED,
             min_ctas: Self::UNDEFINED,
-            max_ctas: Self::UNDEFINED,
+            max_ctas: match purpose {
+                Purpose::Collectives => Self::UNDEFINED,
+                Purpose::Messages => MESSAGE_CTAS,
+            },
             net_name: std::ptr::null(),
             split_share: Self::UNDEFINED,
         }
@@ -482,7 +495,8 @@ mod tests {
         ];
         assert_eq!(offsets, [0, 8, 12, 16, 20, 24, 28, 32, 40]);
         assert_eq!((size_of::<Config>(), size_of::<UniqueId>()), (48, 128));
-        let config = Config::non_blocking();
+        let config = Config::of(Purpose::Messages);
+        assert_eq!([config.min_ctas, config.max_ctas], [Config::UNDEFINED, 4]);
         assert_eq!((config.size, config.version), (48, 21_800));
     }
 }

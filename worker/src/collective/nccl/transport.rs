@@ -45,7 +45,7 @@ impl NcclTransport {
         let watchdog = Watchdog::start(store)?;
         let comm = Comm::make(world, stream, || Handle::init(nccl, id, size, rank));
         let transport = comm.and_then(|comm| Self::ready(comm, watchdog.clone(), &wait));
-        let connected = |world: &Self| world.comm.connect(Purpose::Collectives, &wait);
+        let connected = |world: &Self| world.comm.connect(&wait);
         let transport = transport.and_then(|world| connected(&world).map(|()| world));
         transport.inspect_err(|_| await_aborts(&watchdog, &name))
     }
@@ -67,11 +67,17 @@ impl Transport for NcclTransport {
         &self.comm.membership().members
     }
 
-    fn split(&mut self, name: &str, members: &[usize], wait: &Wait) -> Result<Box<dyn Transport>, Failure> {
+    fn split(
+        &mut self,
+        purpose: Purpose,
+        name: &str,
+        members: &[usize],
+        wait: &Wait,
+    ) -> Result<Box<dyn Transport>, Failure> {
         let (ours, stream) = (self.comm.membership(), self.comm.stream());
         check_members(members, ours.rank, ours.size())?;
         if members.len() == 1 {
-            self.comm.split(None, 0, wait)?;
+            self.comm.split(None, 0, purpose, wait)?;
             return Ok(Box::new(SingleRank::on_stream(ours.global())));
         }
         let rank = members.binary_search(&ours.rank).expect("checked above");
@@ -81,15 +87,15 @@ impl Transport for NcclTransport {
             members: members.iter().map(|&rank| ours.members[rank]).collect(),
             ..ours.clone()
         };
-        let address = self.comm.split(Some(members[0]), rank, wait)?;
+        let address = self.comm.split(Some(members[0]), rank, purpose, wait)?;
         let comm = Comm::make(membership, stream.sibling(name), || self.comm.part(address))?;
         let subgroup = Self::ready(comm, self.watchdog.clone(), wait)?;
         self.comm.add_subgroup(&subgroup.comm);
+        // Ranks that send messages connect by their first ones.
+        if purpose == Purpose::Collectives {
+            subgroup.comm.connect(wait)?;
+        }
         Ok(Box::new(subgroup))
-    }
-
-    fn prepare(&mut self, purpose: Purpose, wait: &Wait) -> Result<(), Failure> {
-        self.comm.connect(purpose, wait)
     }
 
     fn is_on_stream(&self) -> bool {

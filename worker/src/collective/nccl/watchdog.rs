@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex};
 
 use super::comm::{AbortReason, Comm, Membership, Observation};
-use super::flight_recorder::OperationPhase;
+use super::flight_recorder::{Oldest, OperationPhase};
 use crate::collective::error::Failure;
 use crate::collective::wait::absent_ranks;
 use crate::device::DeviceError;
@@ -200,22 +200,28 @@ impl Watched {
 /// A reason for each communicator that has failed by itself.
 fn examine(comms: &[Watched], reports: &TimeoutReports) -> Vec<Option<AbortReason>> {
     let now = Instant::now();
-    let decide = |watched: &Watched| decide(now, watched.comm.observe(now)?);
-    let mut found: Vec<_> = comms.iter().map(decide).collect();
+    let seen: Vec<_> = comms.iter().map(|watched| watched.comm.observe(now)).collect();
+    let mut found: Vec<_> = seen.iter().cloned().map(|seen| decide(now, seen?)).collect();
     let is_late = |reason: &AbortReason| matches!(reason.failure, Failure::TimedOut { .. });
     if found.iter().flatten().any(is_late) {
         // One for all reports.
         let deadline = Instant::now() + REPORT_TIMEOUT;
         // Of all, since all are aborted: other ranks may be in time here, and wait for this rank in another one.
-        let waits = comms
+        let oldest = |seen: &Option<Observation>| seen.as_ref()?.oldest.clone();
+        let waits: Vec<_> = (comms.iter().zip(&seen).zip(&mut found))
+            .filter_map(|((Watched { comm, .. }, seen), reason)| {
+                Some((comm.membership(), oldest(seen)?, reason))
+            })
+            .collect();
+        let published = waits
             .iter()
-            .filter_map(|Watched { comm, .. }| Some((comm.membership(), comm.oldest()?.sequence)));
-        reports.publish(waits, deadline);
-        for (Watched { comm, .. }, reason) in comms.iter().zip(&mut found) {
-            if let Some(AbortReason { failure, sequence }) = reason
-                && let (Failure::TimedOut { waiting_for, .. }, Some(sequence)) = (failure, *sequence)
+            .map(|(comm, oldest, _)| (*comm, oldest.common_name()));
+        reports.publish(published, deadline);
+        for (membership, oldest, reason) in waits {
+            if let Some(AbortReason { failure, .. }) = reason
+                && let Failure::TimedOut { waiting_for, .. } = failure
             {
-                *waiting_for = reports.late_ranks(comm.membership(), sequence, deadline);
+                *waiting_for = reports.late_ranks(membership, &oldest, deadline);
             }
         }
     }
@@ -265,9 +271,8 @@ fn decide(now: Instant, seen: Observation) -> Option<AbortReason> {
         let error = DeviceError::TimedOut { what, waited_ms };
         return reason(Failure::Device(error), sequence);
     }
-    let waiting_for = seen.others;
     let late = Failure::TimedOut {
-        waiting_for,
+        waiting_for: seen.awaited,
         waited_ms,
     };
     reason(late, sequence)
@@ -278,10 +283,10 @@ struct TimeoutReports(Arc<dyn KeyValue>);
 
 impl TimeoutReports {
     /// Publishes by `deadline` in which operation of each communicator this rank waits; of each communicator once.
-    fn publish<'a>(&self, waits: impl IntoIterator<Item = (&'a Membership, u64)>, deadline: Instant) {
-        for (membership, sequence) in waits {
+    fn publish<'a>(&self, waits: impl IntoIterator<Item = (&'a Membership, String)>, deadline: Instant) {
+        for (membership, operation) in waits {
             let key = key(membership, membership.global());
-            if let Err(error) = self.0.put(&key, sequence.to_string().as_bytes(), deadline) {
+            if let Err(error) = self.0.put(&key, operation.as_bytes(), deadline) {
                 tracing::warn!("cannot publish `{key}`: {error}");
                 if matches!(error, StoreError::Unavailable(_)) {
                     // The others would only wait for the same.
@@ -291,17 +296,16 @@ impl TimeoutReports {
         }
     }
 
-    /// The global ranks that have not published by `deadline` that they wait in operation `sequence`. If there is none,
-    /// those that the store could not be asked for; all others if every rank waits.
-    fn late_ranks(&self, membership: &Membership, sequence: u64, deadline: Instant) -> Vec<usize> {
-        let others = membership.others();
-        let own = sequence.to_string();
+    /// The global ranks that have not published by `deadline` that they wait in `operation` too. If there is none, those that
+    /// the store could not be asked for; all that it waits for if every rank waits.
+    fn late_ranks(&self, membership: &Membership, operation: &Oldest, deadline: Instant) -> Vec<usize> {
+        let (awaited, name) = (membership.awaited(operation.peer), operation.common_name());
         let waits = |rank| {
             let theirs = self.0.get(&key(membership, rank), deadline)?;
-            Ok(theirs.is_some_and(|theirs| theirs == own.as_bytes()))
+            Ok(theirs.is_some_and(|theirs| theirs == name.as_bytes()))
         };
-        let (absent, unknown) = absent_ranks(&others, deadline, waits);
-        let mut named = [absent, unknown, others].into_iter();
+        let (absent, unknown) = absent_ranks(&awaited, deadline, waits);
+        let mut named = [absent, unknown, awaited].into_iter();
         named.find(|ranks| !ranks.is_empty()).unwrap_or_default()
     }
 }
@@ -314,7 +318,6 @@ fn key(membership: &Membership, rank: usize) -> String {
 mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
 
-    use super::super::flight_recorder::Oldest;
     use super::*;
     use crate::session::{Cancel, Entries, MemoryStore};
 
@@ -327,13 +330,15 @@ mod tests {
             device: None,
             oldest: None,
             timeout: TIMEOUT,
-            others: vec![1, 2],
+            awaited: vec![1, 2],
         }
     }
 
     fn oldest(phase: OperationPhase, since: Instant) -> Oldest {
         Oldest {
             sequence: 3,
+            peer: None,
+            tag: "bucket 0".into(),
             name: "all-reduce #3 (bucket 0)".into(),
             phase,
             since,
@@ -394,6 +399,14 @@ mod tests {
         );
     }
 
+    /// Operation 17.
+    fn late() -> Oldest {
+        Oldest {
+            sequence: 17,
+            ..oldest(OperationPhase::Running, Instant::now())
+        }
+    }
+
     fn member(rank: usize) -> Membership {
         Membership {
             name: "world".into(),
@@ -411,7 +424,26 @@ mod tests {
         store.put("nccl/world/waits/5", b"17", deadline).unwrap();
         // Rank 6 waits in an operation before.
         store.put("nccl/world/waits/6", b"16", deadline).unwrap();
-        assert_eq!(TimeoutReports(store).late_ranks(&member(0), 17, deadline), [6]);
+        assert_eq!(
+            TimeoutReports(store).late_ranks(&member(0), &late(), deadline),
+            [6]
+        );
+    }
+
+    /// The ranks between the two of a message have numbers of their own for it.
+    #[test]
+    fn a_message_waits_for_the_rank_at_its_other_end() {
+        let store: Arc<dyn KeyValue> = Arc::new(MemoryStore::default());
+        let deadline = Instant::now() + Duration::from_millis(50);
+        let message = Oldest {
+            peer: Some(1),
+            tag: "`1RECV_F3`".into(),
+            ..late()
+        };
+        let reports = TimeoutReports(store.clone());
+        assert_eq!(reports.late_ranks(&member(0), &message, deadline), [5]);
+        store.put("nccl/world/waits/5", b"`1RECV_F2`", deadline).unwrap();
+        assert_eq!(reports.late_ranks(&member(0), &message, deadline), [5]);
     }
 
     /// The wait for rank 4 uses up the time; rank 5 has published long before.
@@ -420,8 +452,8 @@ mod tests {
         let store: Arc<dyn KeyValue> = Arc::new(MemoryStore::default());
         let reports = TimeoutReports(store);
         let deadline = Instant::now() + Duration::from_millis(50);
-        reports.publish([(&member(1), 17)], deadline);
-        assert_eq!(reports.late_ranks(&member(2), 17, deadline), [4]);
+        reports.publish([(&member(1), "17".into())], deadline);
+        assert_eq!(reports.late_ranks(&member(2), &late(), deadline), [4]);
         assert!(Instant::now() >= deadline);
     }
 
@@ -431,9 +463,9 @@ mod tests {
         let reports = TimeoutReports(store);
         let deadline = Instant::now() + REPORT_TIMEOUT;
         for rank in 0..2 {
-            reports.publish([(&member(rank), 17)], deadline);
+            reports.publish([(&member(rank), "17".into())], deadline);
         }
-        assert_eq!(reports.late_ranks(&member(2), 17, deadline), [4, 5]);
+        assert_eq!(reports.late_ranks(&member(2), &late(), deadline), [4, 5]);
     }
 
     /// A store that is out of reach: each call takes until its deadline, and fails.
@@ -464,12 +496,12 @@ mod tests {
         let deadline = Instant::now() + Duration::from_millis(20);
         let member = member(0);
         reports.publish(
-            [(&member, 17), (&member, 3), (&member, 5), (&member, 8)],
+            [17, 3, 5, 8].map(|number: u64| (&member, number.to_string())),
             deadline,
         );
         assert_eq!(away.0.load(Ordering::Relaxed), 1);
         for _ in 0..2 {
-            assert_eq!(reports.late_ranks(&member, 17, deadline), [5, 6]);
+            assert_eq!(reports.late_ranks(&member, &late(), deadline), [5, 6]);
         }
         assert_eq!(away.0.load(Ordering::Relaxed), 3);
     }

@@ -3,6 +3,7 @@
 //! The text of an action is that of PyTorch's `torch.distributed.pipelining`: stage, kind, micro-batch. `2F1` is the
 //! forward of micro-batch 1 over stage 2, `0SEND_F1` sends what stage 0 made of it.
 
+use std::collections::HashMap;
 use std::fmt;
 
 use super::stages::Placement;
@@ -186,7 +187,7 @@ pub struct Transfer {
 }
 
 impl Transfer {
-    /// The queue that the message goes through.
+    /// The edge that the message goes over.
     pub fn edge(&self) -> Edge {
         Edge {
             from: self.send.rank,
@@ -196,10 +197,7 @@ impl Transfer {
     }
 }
 
-/// A directed edge between two ranks. It has a queue of its own: messages arrive in the order in which they are sent.
-///
-/// Activations and gradients go through different queues. In one they could wait for each other, with two ranks or
-/// where stages lie in a V.
+/// A directed edge between two ranks, for activations or for gradients.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Edge {
     /// Rank that sends.
@@ -258,6 +256,14 @@ impl Schedule {
         } else {
             action
         }
+    }
+
+    /// Its messages, by the F or I that makes them.
+    pub(super) fn sends(&self) -> HashMap<Action, Transfer> {
+        let actions = self.rows.iter().flatten();
+        let actions = actions.filter(|action| action.kind.is_compute());
+        let transfers = actions.filter_map(|action| action.transfer(&self.placement));
+        transfers.map(|transfer| (transfer.producer, transfer)).collect()
     }
 
     /// Whether sends and receives are part of it. Without them data is where it is needed as soon as it is made.

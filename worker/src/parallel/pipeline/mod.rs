@@ -11,7 +11,7 @@
 //! | [`gpipe`], [`one_f_one_b`], [`interleaved_1f1b`], [`zb_h1`] | generators for stages in a loop |
 //! | [`zbv`], [`greedy`] | generators for stages in a V |
 //! | [`with_transfers`], [`forward_only`] | passes: add the messages between ranks; leave out backward |
-//! | [`validate`], [`least_capacity`] | refuses what cannot be run, and says why |
+//! | [`validate`] | refuses what cannot be run, and says why |
 //! | [`simulate`] | when each rank does what, its bubbles and its memory |
 //! | [`SchedulePicture`], [`grid`] | a simulated step as an SVG, and as text |
 //! | [`PipelinePlan`] | the pipeline of a configuration: its schedule, checked, and the layers of each stage |
@@ -30,11 +30,11 @@ pub use generators::{PipelineShape, ShapeError, gpipe, greedy, interleaved_1f1b,
 pub use passes::{forward_only, with_transfers};
 pub use picture::{SchedulePicture, grid};
 pub use plan::{PipelinePlan, PlanError};
-pub use simulator::{Deadlock, Interval, Links, RankTimeline, Simulation, StageCosts, Waiting, simulate};
+pub use simulator::{Deadlock, Interval, RankTimeline, Simulation, StageCosts, Waiting, simulate};
 pub use stages::{LayerCosts, Placement, TooFewLayers, divide_layers};
 #[cfg(test)]
 use tests::schedule_of;
-pub use validator::{Purpose, Reason, Refusal, least_capacity, validate};
+pub use validator::{Purpose, Reason, Refusal, validate};
 
 #[cfg(test)]
 mod tests {

@@ -179,12 +179,12 @@ const COLOURS: &str = "\
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::parallel::pipeline::{Links, PipelinePlan, StageCosts, simulate};
+    use crate::parallel::pipeline::{PipelinePlan, StageCosts, simulate};
 
     fn simulated(schedule: &str, ranks: usize, micro_batches: usize) -> (Placement, Simulation) {
         let plan = PipelinePlan::named(schedule, ranks, None, micro_batches).unwrap();
         let costs = vec![StageCosts::UNIT; plan.placement().stages()];
-        let simulation = simulate(plan.schedule(), &costs, Links::IDEAL).unwrap();
+        let simulation = simulate(plan.schedule(), &costs, 0).unwrap();
         (plan.placement().clone(), simulation)
     }
 

@@ -16,9 +16,9 @@ use super::generators::{
     PipelineShape, ShapeError, gpipe, greedy, interleaved_1f1b, one_f_one_b, zb_h1, zbv,
 };
 use super::passes::{forward_only, with_transfers};
-use super::simulator::{Deadlock, Links, Simulation, StageCosts, simulate};
+use super::simulator::{Deadlock, Simulation, StageCosts, simulate};
 use super::stages::{LayerCosts, Placement, divide_layers};
-use super::validator::{Purpose, least_capacity, validate};
+use super::validator::{Purpose, Refusal, validate};
 use crate::config::{Pipeline, PipelineSchedule};
 
 const STAGES: &str = "parallel.pipeline.stages";
@@ -47,7 +47,6 @@ pub struct PipelinePlan {
     /// The schedule of a step; without a pipeline, of one micro-batch.
     training: Schedule,
     evaluation: Schedule,
-    capacity: usize,
 }
 
 impl PipelinePlan {
@@ -57,18 +56,14 @@ impl PipelinePlan {
         let scheduled = if config.stages == 1 { 1 } else { micro_batches };
         let made = generated(config, scheduled)?;
         let layers = layers(config, costs, made.placement().stages())?;
-        let (training, evaluation) = (with_transfers(&made), with_transfers(&forward_only(&made)));
-        check(&training, Purpose::Training)?;
-        check(&evaluation, Purpose::Evaluation)?;
-        let least = [&training, &evaluation].map(|schedule| least_capacity(schedule).unwrap_or(1));
-        let capacity = least.into_iter().fold(1, usize::max);
+        let training = complete(&made, Purpose::Training)?;
+        let evaluation = complete(&forward_only(&made), Purpose::Evaluation)?;
         Ok(Self {
             name: name(config.schedule),
             layers,
             micro_batches,
             training,
             evaluation,
-            capacity,
         })
     }
 
@@ -138,16 +133,6 @@ impl PipelinePlan {
         self.micro_batches
     }
 
-    /// Most actions of a rank in a step.
-    pub fn actions(&self) -> usize {
-        self.training.rows().iter().map(Vec::len).max().unwrap_or(0)
-    }
-
-    /// Messages that the queue of an edge must hold.
-    pub fn capacity(&self) -> usize {
-        self.capacity
-    }
-
     /// What a rank does in a step of `micro_batches`, at most [`PipelinePlan::micro_batches`].
     pub fn row(&self, rank: usize, micro_batches: usize) -> Vec<Action> {
         self.first(&self.training, rank, micro_batches)
@@ -173,13 +158,13 @@ impl PipelinePlan {
     /// and messages take no time.
     pub fn bubble(&self) -> f64 {
         let costs = vec![StageCosts::UNIT; self.layers.len()];
-        let simulated = self.simulated(&costs, Links::IDEAL);
+        let simulated = self.simulated(&costs, 0);
         simulated.map_or(0.0, |simulated| simulated.bubble_fraction())
     }
 
-    /// A step whose stages take as long as `costs` say.
-    pub fn simulated(&self, costs: &[StageCosts], links: Links) -> Result<Simulation, Deadlock> {
-        simulate(&self.training, costs, links)
+    /// A step whose stages take as long as `costs` say, and messages `transit` ticks.
+    pub fn simulated(&self, costs: &[StageCosts], transit: u64) -> Result<Simulation, Deadlock> {
+        simulate(&self.training, costs, transit)
     }
 
     /// An action for people: `stage 5 of 8, chunk 1, forward of micro-batch 3`.
@@ -213,8 +198,8 @@ impl PipelinePlan {
     /// Hash of the whole plan. Ranks compare it.
     pub fn signature(&self) -> String {
         let text = format!(
-            "layers {:?}, {} micro-batches\n{}",
-            self.layers, self.micro_batches, self.training
+            "layers {:?}, {} micro-batches\n{}\n{}",
+            self.layers, self.micro_batches, self.training, self.evaluation
         );
         blake3::hash(text.as_bytes()).to_hex()[..16].to_owned()
     }
@@ -307,9 +292,11 @@ fn generated(config: &Pipeline, micro_batches: usize) -> Result<Schedule, PlanEr
     })
 }
 
-/// Refuses a schedule that cannot run.
-fn check(schedule: &Schedule, purpose: Purpose) -> Result<(), PlanError> {
-    validate(schedule, purpose).map_err(|refusal| {
+/// The schedule with its messages. Refuses one that cannot run.
+fn complete(schedule: &Schedule, purpose: Purpose) -> Result<Schedule, PlanError> {
+    let completed = with_transfers(schedule).map_err(Refusal::from);
+    let checked = completed.and_then(|completed| validate(&completed, purpose).map(|()| completed));
+    checked.map_err(|refusal| {
         let hint = "use a different `parallel.pipeline.schedule`";
         refused(SCHEDULE, format!("`{SCHEDULE}`: {refusal}"), hint)
     })

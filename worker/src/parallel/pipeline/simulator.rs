@@ -44,24 +44,6 @@ impl StageCosts {
     }
 }
 
-/// How messages travel on each [`Edge`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Links {
-    /// Ticks from the start of a send to where the message can be received. An edge carries one message at a time.
-    pub transit: u64,
-    /// Messages that a queue holds, from their send to their receive. A send waits for a free place; with 0 places it
-    /// waits for its receive. None: any number.
-    pub capacity: Option<usize>,
-}
-
-impl Links {
-    /// Messages arrive at once, and nobody waits for a place.
-    pub const IDEAL: Self = Self {
-        transit: 0,
-        capacity: None,
-    };
-}
-
 /// An action that ran.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Interval {
@@ -106,8 +88,6 @@ pub struct Simulation {
     pub end: u64,
     /// By rank.
     pub ranks: Vec<RankTimeline>,
-    /// Most messages that were in one queue at once. With this capacity no send waits.
-    pub deepest_queue: usize,
 }
 
 impl Simulation {
@@ -155,65 +135,58 @@ fn chain(waiting: &[Waiting]) -> String {
     waiting.iter().map(link).collect::<Vec<_>>().join("; ")
 }
 
-/// Runs a schedule. `costs` has an entry for each stage. Every send and receive has a rank at its other end, and every
-/// action that another one needs is in a row.
-///
-/// A schedule without sends and receives takes data from stage to stage in [`Links::transit`] ticks, without queues.
-pub fn simulate(schedule: &Schedule, costs: &[StageCosts], links: Links) -> Result<Simulation, Deadlock> {
+/// Runs a schedule. `costs` has an entry for each stage, and every action that another one needs is in a row. A message
+/// takes `transit` ticks from where it is made, and an [`Edge`] carries one at a time. Sends and receives take no time of
+/// their ranks, stand at the end of the action before, and do not wait for messages of other edges. (In a run, all messages
+/// of a rank in one direction go in order.)
+pub fn simulate(schedule: &Schedule, costs: &[StageCosts], transit: u64) -> Result<Simulation, Deadlock> {
     assert_eq!(costs.len(), schedule.placement().stages(), "costs of each stage");
-    Run::new(schedule, costs, links).finish()
+    Run::new(schedule, costs, transit).finish()
 }
 
-/// Messages from one rank to another.
-#[derive(Default)]
-struct Queue {
-    /// All messages since the start.
-    messages: Vec<Message>,
-    /// When each one left the queue.
-    left: Vec<u64>,
-}
-
-struct Message {
-    transfer: Transfer,
-    sent: u64,
-    arrives: u64,
-}
-
-impl Queue {
-    /// Most messages that were in it at once. A place that is freed at the tick of a send is free for it.
-    fn depth(&self) -> usize {
-        let places = self.messages.iter().enumerate().map(|(number, message)| {
-            let freed = self.left.partition_point(|&left| left <= message.sent);
-            number + 1 - freed.min(number)
-        });
-        places.max().unwrap_or(0)
-    }
+/// Runs a schedule with sends and receives, each of which has a rank at its other end, as ranks do that do one thing after
+/// the other: a message goes over when both its ranks have come to it.
+pub(super) fn check_order(schedule: &Schedule) -> Result<(), Deadlock> {
+    let costs = vec![StageCosts::UNIT; schedule.placement().stages()];
+    let run = Run {
+        waits_at_messages: schedule.has_transfers(),
+        ..Run::new(schedule, &costs, 0)
+    };
+    run.finish().map(drop)
 }
 
 struct Run<'a> {
     schedule: &'a Schedule,
     costs: &'a [StageCosts],
-    links: Links,
-    has_transfers: bool,
+    transit: u64,
+    /// A rank goes on after a send or a receive only when the other rank has come to it.
+    waits_at_messages: bool,
+    /// By the F or I that makes it.
+    sends: HashMap<Action, Transfer>,
     /// By rank, the position of the next action in its row, and when the one before ends.
     next: Vec<(usize, u64)>,
     /// When what was done ended, with I and W for B.
     ended: HashMap<Action, u64>,
-    queues: HashMap<Edge, Queue>,
+    /// When the last message of an edge arrives.
+    busy_until: HashMap<Edge, u64>,
+    /// When a message arrives, by its receive.
+    arrives: HashMap<Action, u64>,
     ranks: Vec<RankTimeline>,
 }
 
 impl<'a> Run<'a> {
-    fn new(schedule: &'a Schedule, costs: &'a [StageCosts], links: Links) -> Self {
+    fn new(schedule: &'a Schedule, costs: &'a [StageCosts], transit: u64) -> Self {
         let ranks = schedule.placement().ranks();
         Self {
             schedule,
             costs,
-            links,
-            has_transfers: schedule.has_transfers(),
+            transit,
+            waits_at_messages: false,
+            sends: schedule.sends(),
             next: vec![(0, 0); ranks],
             ended: HashMap::new(),
-            queues: HashMap::new(),
+            busy_until: HashMap::new(),
+            arrives: HashMap::new(),
             ranks: vec![RankTimeline::default(); ranks],
         }
     }
@@ -235,7 +208,6 @@ impl<'a> Run<'a> {
             None => Ok(Simulation {
                 end: self.next.iter().map(|&(_, end)| end).max().unwrap_or(0),
                 ranks: self.ranks,
-                deepest_queue: self.queues.values().map(Queue::depth).max().unwrap_or(0),
             }),
         }
     }
@@ -249,9 +221,9 @@ impl<'a> Run<'a> {
     fn advance(&mut self, rank: usize) -> Option<Result<(), Waiting>> {
         let action = self.next_action(rank)?;
         let ready = match action.kind {
-            kind if kind.is_send() => self.may_send(action),
-            kind if kind.is_receive() => self.may_receive(action),
-            _ => self.may_compute(action),
+            kind if kind.is_compute() => self.may_compute(action),
+            _ if self.waits_at_messages => self.may_exchange(action),
+            _ => Ok(0),
         };
         let ready = match ready {
             Ok(at) => at,
@@ -279,8 +251,8 @@ impl<'a> Run<'a> {
         let placement = self.schedule.placement();
         let own = own.map_or(Ok(0), |kind| self.end_of(action.with(kind)))?;
         let input = match (action.transfer(placement), action.input(placement)) {
-            (Some(transfer), _) if self.has_transfers => self.end_of(transfer.receive)?,
-            (Some(transfer), _) => self.end_of(transfer.producer)? + self.links.transit,
+            (Some(transfer), _) if self.waits_at_messages => self.end_of(transfer.receive)?,
+            (Some(transfer), _) => *self.arrives.get(&transfer.receive).ok_or(transfer.producer)?,
             (None, Some(input)) => self.end_of(input)?,
             (None, None) => 0,
         };
@@ -291,67 +263,29 @@ impl<'a> Run<'a> {
         self.ended.get(&action).copied().ok_or(action)
     }
 
-    /// When a send has something to send, and a place for it.
-    fn may_send(&mut self, send: Action) -> Result<u64, Action> {
-        let transfer = self.transfer(send);
-        let made = self.end_of(transfer.producer)?;
-        let is_free = match self.links.capacity {
-            None => 0,
-            // The receiver has to be there.
-            Some(0) if self.next_action(transfer.receive.rank) == Some(transfer.receive) => {
-                self.next[transfer.receive.rank].1
-            }
-            Some(0) => return Err(transfer.receive),
-            Some(capacity) => {
-                let queue = self.queue(&transfer);
-                match queue.messages.len().checked_sub(capacity) {
-                    None => 0,
-                    Some(last) => *queue
-                        .left
-                        .get(last)
-                        .ok_or(queue.messages[last].transfer.receive)?,
-                }
-            }
-        };
-        Ok(made.max(is_free))
-    }
-
-    /// When a message can be received: it is the first one in its queue.
-    fn may_receive(&mut self, receive: Action) -> Result<u64, Action> {
-        let transfer = self.transfer(receive);
-        let queue = self.queue(&transfer);
-        match queue.messages.get(queue.left.len()) {
-            Some(first) if first.transfer == transfer => Ok(first.arrives),
-            Some(first) => Err(first.transfer.receive),
-            None => Err(transfer.send),
+    /// When a send has something to send and its receiver is there, or when a receive's message was sent.
+    fn may_exchange(&self, message: Action) -> Result<u64, Action> {
+        let transfer = message.transfer(self.schedule.placement());
+        let transfer = transfer.unwrap_or_else(|| panic!("`{message}` has another rank at its other end"));
+        if message.kind.is_receive() {
+            return self.end_of(transfer.send);
         }
-    }
-
-    fn transfer(&self, action: Action) -> Transfer {
-        let transfer = action.transfer(self.schedule.placement());
-        transfer.unwrap_or_else(|| panic!("`{action}` has another rank at its other end"))
-    }
-
-    fn queue(&mut self, transfer: &Transfer) -> &mut Queue {
-        self.queues.entry(transfer.edge()).or_default()
+        let (made, receiver) = (self.end_of(transfer.producer)?, transfer.receive.rank);
+        if self.next_action(receiver) != Some(transfer.receive) {
+            return Err(transfer.receive);
+        }
+        Ok(made.max(self.next[receiver].1))
     }
 
     /// Notes that an action ran.
     fn carry_out(&mut self, action: Action, start: u64, end: u64) {
-        self.ended.extend(action.parts().map(|part| (part, end)));
-        if action.kind.is_send() {
-            let transit = self.links.transit;
-            let transfer = self.transfer(action);
-            let messages = &mut self.queue(&transfer).messages;
-            let before = messages.last().map_or(0, |message| message.arrives);
-            messages.push(Message {
-                transfer,
-                sent: start,
-                arrives: start.max(before) + transit,
-            });
-        } else if action.kind.is_receive() {
-            let transfer = self.transfer(action);
-            self.queue(&transfer).left.push(end);
+        for part in action.parts() {
+            self.ended.insert(part, end);
+            if let Some(transfer) = self.sends.get(&part) {
+                let busy_until = self.busy_until.entry(transfer.edge()).or_default();
+                *busy_until = end.max(*busy_until) + self.transit;
+                self.arrives.insert(transfer.receive, *busy_until);
+            }
         }
         let StageCosts { kept_bytes, .. } = self.costs[action.stage];
         let ticks = self.ticks(action);

@@ -4,8 +4,7 @@ use super::*;
 use crate::parallel::pipeline::generators::{
     PipelineShape, gpipe, greedy, interleaved_1f1b, one_f_one_b, zb_h1, zbv,
 };
-use crate::parallel::pipeline::passes::{forward_only, with_transfers};
-use crate::parallel::pipeline::validator::least_capacity;
+use crate::parallel::pipeline::passes::forward_only;
 
 const fn shape(ranks: usize, chunks: usize, micro_batches: usize) -> PipelineShape {
     PipelineShape {
@@ -15,18 +14,14 @@ const fn shape(ranks: usize, chunks: usize, micro_batches: usize) -> PipelineSha
     }
 }
 
-fn run_on(schedule: &Schedule, links: Links) -> Result<Simulation, Deadlock> {
+fn run_on(schedule: &Schedule, transit: u64) -> Simulation {
     let costs = vec![StageCosts::UNIT; schedule.placement().stages()];
-    simulate(schedule, &costs, links)
+    simulate(schedule, &costs, transit).expect("no deadlock")
 }
 
-/// In ticks of a chunk: without transfers, and the same with them on ideal links.
+/// In ticks of a chunk, on ideal links.
 fn run(schedule: &Schedule) -> Simulation {
-    let alone = run_on(schedule, Links::IDEAL).expect("no deadlock");
-    let with_transfers = run_on(&with_transfers(schedule), Links::IDEAL).expect("no deadlock");
-    assert_eq!(with_transfers.end, alone.end);
-    assert_eq!(with_transfers.peak_bytes(), alone.peak_bytes());
-    alone
+    run_on(schedule, 0)
 }
 
 /// Length and peak, both for a rank's share of the model, and the bubble in percent.
@@ -206,7 +201,7 @@ fn the_bubble_of_zb_h1_with_unequal_times() {
                 ..StageCosts::UNIT
             };
             let schedule = zb_h1(shape(p, 1, m)).expect("fits");
-            let simulation = simulate(&schedule, &vec![costs; p], Links::IDEAL).expect("no deadlock");
+            let simulation = simulate(&schedule, &vec![costs; p], 0).expect("no deadlock");
             let bubble = (p as u64 - 1) * f.max(i).max((f + i).saturating_sub(w));
             assert_eq!(simulation.bubble(0), bubble, "P {p}, M {m}, F {f}, I {i}, W {w}");
         }
@@ -214,88 +209,17 @@ fn the_bubble_of_zb_h1_with_unequal_times() {
 }
 
 #[test]
-fn without_queues_only_gpipe_ends_and_one_message_is_enough() {
-    for (p, m) in [(2, 4), (2, 8), (4, 4), (4, 8), (4, 16), (8, 8), (8, 16)] {
-        let one = shape(p, 1, m);
-        assert_eq!(
-            least_capacity(&with_transfers(&gpipe(one).expect("fits"))),
-            Some(0)
-        );
-        let two = shape(p, 2, m);
-        let others = [
-            one_f_one_b(one),
-            zb_h1(one),
-            interleaved_1f1b(two),
-            interleaved_1f1b(shape(p, 4, m)),
-            zbv(two),
-            greedy(two),
-        ];
-        for schedule in others {
-            let schedule = with_transfers(&schedule.expect("fits"));
-            assert_eq!(least_capacity(&schedule), Some(1), "P {p}, M {m}");
-        }
-    }
-}
-
-#[test]
-fn long_rounds_of_interleaving_need_longer_queues() {
-    // 15 micro-batches on 4 ranks are 3 rounds of 5; 9 are a round of 5 and one of 4.
-    for (p, m, least) in [
-        (4, 15, 2),
-        (4, 10, 2),
-        (4, 9, 2),
-        (4, 12, 1),
-        (4, 3, 1),
-        (3, 11, 2),
-        (8, 23, 5),
-    ] {
-        let schedule = with_transfers(&interleaved_1f1b(shape(p, 2, m)).expect("fits"));
-        assert_eq!(least_capacity(&schedule), Some(least), "P {p}, M {m}");
-    }
-}
-
-#[test]
-fn no_send_waits_with_a_queue_of_this_depth() {
-    for (p, m) in [(4, 4), (4, 8), (4, 16), (8, 8), (8, 16), (8, 32)] {
-        let depth = |schedule: Result<Schedule, _>| {
-            let schedule = with_transfers(&schedule.expect("fits"));
-            let links = |capacity| Links {
-                capacity,
-                ..Links::IDEAL
-            };
-            let free = run_on(&schedule, links(None)).expect("no deadlock");
-            let bounded = run_on(&schedule, links(Some(free.deepest_queue)));
-            assert_eq!(bounded.as_ref(), Ok(&free), "nothing waits");
-            free.deepest_queue
-        };
-        let (one, two) = (shape(p, 1, m), shape(p, 2, m));
-        for schedule in [gpipe(one), one_f_one_b(one), zb_h1(one), zbv(two)] {
-            assert_eq!(depth(schedule), 1, "P {p}, M {m}");
-        }
-        let of_interleaved = if p == 4 { 2 } else { 3 };
-        assert_eq!(depth(interleaved_1f1b(two)), of_interleaved);
-        assert_eq!(depth(interleaved_1f1b(shape(p, 4, m))), of_interleaved);
-    }
-}
-
-#[test]
-fn links_take_their_time() {
-    let links = Links {
-        transit: 5,
-        ..Links::IDEAL
-    };
-    let schedule = gpipe(shape(4, 1, 2)).expect("fits");
-    let alone = run_on(&schedule, links).expect("no deadlock");
-    // Without queues: three messages one after the other in forward, and three in backward.
-    assert_eq!(alone.end, 3 * (2 + 4 - 1) + 6 * links.transit);
-    // A message takes longer than F and B: the second one waits 4 ticks for the first, and 3 on the way back.
-    let queued = run_on(&with_transfers(&schedule), links).expect("no deadlock");
-    assert_eq!(queued.end, alone.end + 4 + 3);
+fn links_take_their_time_and_carry_one_message_at_a_time() {
+    let (schedule, transit) = (gpipe(shape(4, 1, 2)).expect("fits"), 5);
+    // Three messages one after the other in forward, and three in backward. A message takes longer than F and B: the second
+    // one waits 4 ticks for the first, and 3 on the way back.
+    let end = 3 * (2 + 4 - 1) + 6 * transit + 4 + 3;
+    assert_eq!(run_on(&schedule, transit).end, end);
 }
 
 #[test]
 fn a_timeline_says_when_what_ran_and_what_was_kept() {
-    let simulation = run_on(&one_f_one_b(shape(2, 1, 2)).expect("fits"), Links::IDEAL).expect("no deadlock");
+    let simulation = run_on(&one_f_one_b(shape(2, 1, 2)).expect("fits"), 0);
     let rows: Vec<String> = simulation
         .ranks
         .iter()

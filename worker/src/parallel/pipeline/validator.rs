@@ -7,12 +7,12 @@
 //! | what is needed on the same rank is done before | |
 //! | F, I, W and B of a stage take micro-batches in order | sums of losses and gradients have the same bits under every schedule |
 //! | each message is sent once and received once | |
-//! | no rank waits for itself or in a circle with others | messages arrive in order, and queues hold few |
+//! | no rank waits for itself or in a circle with others, even if it runs one action at a time | the streams of a GPU may wait for each other |
 
 use std::collections::{HashMap, HashSet};
 
 use super::action::{Action, ActionKind, Schedule};
-use super::simulator::{Deadlock, Links, Simulation, StageCosts, simulate};
+use super::simulator::{Deadlock, check_order};
 
 /// What a schedule is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -73,7 +73,7 @@ pub enum Reason {
     NoOtherEnd,
 }
 
-/// Refuses a schedule that breaks a rule, or that deadlocks however many messages the queues hold.
+/// Refuses a schedule that breaks a rule.
 pub fn validate(schedule: &Schedule, purpose: Purpose) -> Result<(), Refusal> {
     for rank in 0..schedule.placement().ranks() {
         let mut row = Row::new(schedule, purpose, rank);
@@ -88,23 +88,8 @@ pub fn validate(schedule: &Schedule, purpose: Purpose) -> Result<(), Refusal> {
             return Err(Refusal::Action { action, reason });
         }
     }
-    run_with(schedule, None)?;
+    check_order(schedule)?;
     Ok(())
-}
-
-/// Runs the schedule with queues that hold `capacity` messages, as [`Links::capacity`].
-fn run_with(schedule: &Schedule, capacity: Option<usize>) -> Result<Simulation, Deadlock> {
-    let costs = vec![StageCosts::UNIT; schedule.placement().stages()];
-    let transit = 0;
-    simulate(schedule, &costs, Links { transit, capacity })
-}
-
-/// The least number of messages that each queue must hold for a schedule not to deadlock. None if it always does.
-pub fn least_capacity(schedule: &Schedule) -> Option<usize> {
-    let enough = run_with(schedule, None).ok()?.deepest_queue;
-    let mut fewer = 0..enough;
-    let least = fewer.find(|&capacity| run_with(schedule, Some(capacity)).is_ok());
-    least.or(Some(enough))
 }
 
 /// Whether an action does F, I, W.

@@ -18,7 +18,7 @@ use std::ops::Range;
 use crate::config::{Sync, TrainConfig};
 use crate::mesh::{Axis, MeshShape};
 use crate::parallel::Dtypes;
-use crate::parallel::pipeline::{Links, PipelinePlan, RankTimeline, Simulation, StageCosts};
+use crate::parallel::pipeline::{PipelinePlan, RankTimeline, Simulation, StageCosts};
 use crate::plan::{Cluster, Sent};
 use crate::train::TrainError;
 use crate::train::planning::estimate::StepTraffic;
@@ -132,11 +132,7 @@ impl StepTimes {
         let transit = message.filter(|_| machines.flops.is_some()).unwrap_or(0.0);
         let tick = seconds.iter().flatten().copied().fold(transit, f64::max) / LONGEST_TICKS;
         let costs: Vec<StageCosts> = seconds.iter().map(|seconds| in_ticks(*seconds, tick)).collect();
-        let links = Links {
-            transit: (transit / tick) as u64,
-            ..Links::IDEAL
-        };
-        let simulation = plan.simulated(&costs, links);
+        let simulation = plan.simulated(&costs, (transit / tick) as u64);
         let simulation = simulation.expect("a plan's schedule was checked to run to its end");
         let simulated = simulation.end as f64 * tick;
         let waiting = simulation.bubble_fraction() * simulated;

@@ -3,8 +3,7 @@
 use super::*;
 use crate::parallel::pipeline::action::Schedule;
 use crate::parallel::pipeline::passes::{forward_only, with_transfers};
-use crate::parallel::pipeline::validator::{Purpose, least_capacity, validate};
-use crate::parallel::pipeline::{Links, StageCosts, simulate};
+use crate::parallel::pipeline::validator::{Purpose, validate};
 
 const fn shape(ranks: usize, chunks: usize, micro_batches: usize) -> PipelineShape {
     PipelineShape {
@@ -26,27 +25,16 @@ fn hash(text: &str) -> u64 {
 }
 
 fn assert_runs(schedule: &Schedule, shape: PipelineShape) {
-    let complete = with_transfers(schedule);
-    let capacity = least_capacity(&complete);
-    assert!(capacity.is_some(), "{shape:?} deadlocks");
     for (purpose, schedule) in [
-        (Purpose::Training, &complete),
-        (Purpose::Evaluation, &forward_only(&complete)),
+        (Purpose::Training, schedule),
+        (Purpose::Evaluation, &forward_only(schedule)),
     ] {
-        let schedule = if purpose == Purpose::Training {
-            schedule.clone()
-        } else {
-            with_transfers(schedule)
-        };
-        let refusal = validate(&schedule, purpose).err();
+        let complete = with_transfers(schedule).expect("no deadlock");
+        let without =
+            complete.map_rows(|(_, row)| row.iter().copied().filter(|a| a.kind.is_compute()).collect());
+        assert_eq!(&without, schedule, "what computes keeps its order");
+        let refusal = validate(&complete, purpose).err();
         assert_eq!(refusal.map(|refusal| refusal.to_string()), None, "{shape:?}");
-        let links = Links {
-            capacity,
-            ..Links::IDEAL
-        };
-        let costs = vec![StageCosts::UNIT; shape.stages()];
-        let deadlock = simulate(&schedule, &costs, links).err();
-        assert_eq!(deadlock.map(|deadlock| deadlock.to_string()), None, "{shape:?}");
     }
 }
 

@@ -41,8 +41,7 @@ pub fn one_f_one_b(shape: PipelineShape) -> Result<Schedule, ShapeError> {
 ///
 /// In the paper a round has P micro-batches. If M is not a multiple of P, there are ⌊M/P⌋ longer
 /// rounds, at least one, as in PyTorch. If M is not a multiple of the number of rounds either, the
-/// first rounds have one micro-batch more. With several rounds, queues must hold as many messages
-/// as the longest round has micro-batches, minus P − 1.
+/// first rounds have one micro-batch more.
 pub fn interleaved_1f1b(shape: PipelineShape) -> Result<Schedule, ShapeError> {
     let reason = "it needs at least 2 chunks per rank; use 1F1B for one";
     shape.check("interleaved 1F1B", (shape.chunks < 2).then_some(reason))?;
