@@ -16,8 +16,10 @@ launcher, and none raises because the launcher is gone. All functions are thread
 from __future__ import annotations
 
 import contextlib
+import datetime
 import faulthandler
 import functools
+import itertools
 import json
 import math
 import os
@@ -48,6 +50,10 @@ ANSWER_TIMEOUT_S = 5.0
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 # How long a failed rank waits to learn whose failure caused its own. The launcher waits as long before it signals.
 CAUSE_TIMEOUT_S = 1.0
+# How often a rank looks for a request that another rank got, and for the answers of all ranks to it.
+LOOK_INTERVAL_S, ANSWER_INTERVAL_S = 1.0, 0.1
+# Longest time to connect to PyTorch's store, to learn where all ranks stop, and until all others know it.
+STORE_TIMEOUT_S, AGREEMENT_TIMEOUT_S, LEAVE_TIMEOUT_S = 30, 20.0, 5.0
 # The protocol's longest line.
 MAX_LINE_BYTES = 1 << 20
 # Longest description of the threads of this process.
@@ -182,11 +188,15 @@ def stoppable(save: Callable[[], Any], agree: Callable[[bool], bool] | None = No
     A block that ends normally closes the connection to the launcher. The script is then neither watched for
     `--hang-timeout` nor asked to stop, and gets signals at once, until it calls a function of this package again.
 
-    `agree(asked)` combines the ranks' answers: it gets whether this rank was asked, and returns whether any rank was,
-    so that no rank leaves the others waiting in a collective. The default is a small all-reduce if `torch.distributed`
-    is initialised. Otherwise each rank decides alone, and ranks may leave at different steps.
+    If `torch.distributed` is initialised, the ranks agree through its store, without a collective. Each must call
+    `boundary` equally often. `agree(asked)` replaces that: it gets whether this rank was asked, and returns whether any
+    rank was. Without both each rank decides alone, and ranks may leave at different steps.
     """
-    agree, done = agree or _any_rank, 0
+    agreement, done = _Agreement(next(_blocks), _launcher.asked_to_stop), 0
+    if agree is None:
+        # Now if possible: another rank may be asked before this one gets to its first boundary.
+        agreement.start()
+        agree = agreement.stops_here
     _launcher.listen()
 
     def boundary(step: int, loss: float | None = None, waited_s: float | None = None) -> None:
@@ -198,7 +208,8 @@ def stoppable(save: Callable[[], Any], agree: Callable[[bool], bool] | None = No
             raise _Stop
 
     try:
-        yield boundary
+        with agreement:
+            yield boundary
     except _Stop:
         heartbeat(done, "saving")
         with _signals_ignored():
@@ -232,14 +243,115 @@ class _Stop(BaseException):
     """Leaves the block of `stoppable`, past every `except Exception` of the script."""
 
 
-def _any_rank(asked: bool) -> bool:
-    dist = sys.modules.get("torch.distributed")
-    if dist is None or not dist.is_available() or not dist.is_initialized():
-        return asked
-    torch = sys.modules["torch"]
-    flag = torch.tensor(int(asked), device="cuda" if dist.get_backend() == "nccl" else "cpu")
-    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-    return bool(flag.item())
+class _Agreement(contextlib.AbstractContextManager):
+    """The boundary at which all ranks leave a block, found through PyTorch's store and without a collective.
+
+    A rank that knows of a request publishes the first boundary that it has not passed, and waits there. All ranks leave
+    at the highest of these. No rank has passed it, and none leaves before, so none waits in a collective for one that has
+    left. Only the thread uses the store: the rank itself may be in a collective that waits for a rank that waits here.
+    """
+
+    def __init__(self, block: int, asked: threading.Event) -> None:
+        self._prefix, self._asked, self._lock = f"ddp_run/stop/{generation()}/{block}/", asked, threading.Lock()
+        self._passed, self._limit, self._last = 0, 0, 0  # numbers of boundaries; 0: not known yet
+        self._wake, self._left, self._known = threading.Event(), threading.Event(), threading.Event()
+        self._has_failed, self._error, self._thread = False, None, None
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        self._has_failed = kind is not None and issubclass(kind, Exception)
+        self._left.set()
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join(2 * LEAVE_TIMEOUT_S)
+
+    def start(self) -> bool:
+        dist = sys.modules.get("torch.distributed")
+        if dist is None or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+            return False
+        store = dist.distributed_c10d._get_default_store()
+        while hasattr(store, "underlying_store"):
+            store = store.underlying_store
+        if isinstance(store, dist.TCPStore):
+            # A client of its own: one that waits for a key serves no other thread.
+            timeout = datetime.timedelta(seconds=STORE_TIMEOUT_S)
+            store = dist.TCPStore(store.host, store.port, is_master=False, timeout=timeout, wait_for_workers=False)
+        self._store, self._rank, self._ranks = store, dist.get_rank(), dist.get_world_size()
+        self._thread = threading.Thread(target=self._run, name="ddp_run stop", daemon=True)
+        self._thread.start()
+        return True
+
+    def stops_here(self, asked: bool) -> bool:
+        """Whether all ranks leave at this boundary."""
+        if self._thread is None and not self.start():
+            return asked
+        with self._lock:
+            here = self._passed + 1
+            self._limit = self._limit or (here if asked else 0)
+            if not self._limit:
+                self._passed = here
+                return False
+        self._wake.set()
+        deadline = time.monotonic() + AGREEMENT_TIMEOUT_S
+        while not self._known.wait(ANSWER_INTERVAL_S):
+            check_generation()
+            if time.monotonic() > deadline:
+                silent = [rank for rank in range(self._ranks) if not self._store.check([self._limit_of(rank)])]
+                waited = f"waited {AGREEMENT_TIMEOUT_S:.0f} s for ranks {silent[:16] or [0]}"
+                raise RuntimeError(f"{waited} to say at which step they can stop")
+        if self._error is not None:
+            raise self._error
+        self._passed = here
+        return here >= self._last
+
+    def _limit_of(self, rank: int) -> str:
+        return f"{self._prefix}limit/{rank}"
+
+    def _run(self) -> None:
+        try:
+            self._agree()
+        except Exception as error:  # the rank that hosts the store is gone
+            self._error = error
+        self._known.set()
+
+    def _agree(self) -> None:
+        store, (asked, last, done) = self._store, (self._prefix + name for name in ("asked", "last", "done"))
+        while not (self._left.is_set() or self._limit or self._asked.is_set() or store.check([asked])):
+            self._wake.wait(LOOK_INTERVAL_S)
+        if self._has_failed:
+            return
+        with self._lock:
+            limit = self._limit = self._limit or self._passed + 1
+        if not self._left.is_set():
+            store.set(asked, "1")
+        # No rank gets to the boundary that a rank names after its last one.
+        store.set(self._limit_of(self._rank), str(limit))
+        if self._rank == 0:
+            limits = [self._limit_of(rank) for rank in range(self._ranks)]
+            if self._is_there(limits):
+                limit = max(int(store.get(key)) for key in limits)
+            elif self._has_failed:
+                return
+            store.set(last, str(limit))
+        if self._is_there([last]):
+            self._last = int(store.get(last))
+            self._known.set()
+        store.add(done, 1)
+        deadline = time.monotonic() + LEAVE_TIMEOUT_S
+        # The store may end with rank 0.
+        while self._rank == 0 and not self._has_failed and store.check([asked]) and store.add(done, 0) < self._ranks:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(ANSWER_INTERVAL_S)
+
+    def _is_there(self, keys: list[str]) -> bool:
+        """Waits for all of these keys; false if the rank has left the block before."""
+        while not self._store.check(keys):
+            if self._left.wait(ANSWER_INTERVAL_S):
+                return False
+        return True
+
+
+_blocks = itertools.count()
 
 
 class _Launcher:

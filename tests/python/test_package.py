@@ -7,6 +7,8 @@ import socket
 import subprocess
 import sys
 import threading
+import time
+import types
 import unittest
 from unittest import mock
 
@@ -301,6 +303,228 @@ class Stopping(Worker):
                 )
                 self.assertEqual(script.returncode, 1)
                 (self.assertIn if how == "own" else self.assertEqual)(printed, script.stderr)
+
+
+class Store:
+    """PyTorch's store, as far as ranks agree by it."""
+
+    def __init__(self):
+        self.values, self.lock, self.is_gone = {}, threading.Lock(), False
+
+    def reach(self):
+        if self.is_gone:
+            raise RuntimeError("connection reset by the store")
+        return self.lock
+
+    def set(self, key, value):
+        with self.reach():
+            self.values[key] = value.encode()
+
+    def get(self, key):
+        with self.reach():
+            return self.values[key]
+
+    def check(self, keys):
+        with self.reach():
+            return all(key in self.values for key in keys)
+
+    def add(self, key, number):
+        with self.reach():
+            self.values[key] = str(int(self.values.get(key, 0)) + number).encode()
+            return int(self.values[key])
+
+
+class Agreeing(Worker):
+    """Ranks as threads. Between their boundaries they meet in collectives, which are barriers here."""
+
+    STEPS = 10_000
+    starts_with_the_block = False
+
+    def setUp(self):
+        super().setUp()
+        self.store, self.here = Store(), threading.local()
+        dist = types.SimpleNamespace(
+            is_available=lambda: True,
+            is_initialized=lambda: True,
+            get_world_size=lambda: len(self.asked),
+            get_rank=lambda: self.here.rank,
+            TCPStore=type(None),
+            # Wrapped twice, as PyTorch does. It has no collectives: a boundary must need none.
+            distributed_c10d=types.SimpleNamespace(
+                _get_default_store=lambda: types.SimpleNamespace(
+                    underlying_store=types.SimpleNamespace(underlying_store=self.store)
+                )
+            ),
+        )
+        self.enter(mock.patch.dict(sys.modules, {"torch.distributed": dist}))
+        self.enter(mock.patch.object(ddp_run, "LOOK_INTERVAL_S", 0.02))
+        self.enter(mock.patch.object(ddp_run, "ANSWER_INTERVAL_S", 0.01))
+
+    def run_ranks(self, *functions):
+        """Runs a function for each rank, with its agreement and whether it was asked; gives what they return or raise."""
+        self.asked = [threading.Event() for _ in functions]
+        results = [None] * len(functions)
+
+        def run(rank, function):
+            self.here.rank = rank
+            try:
+                with ddp_run._Agreement(0, self.asked[rank]) as agreement:
+                    if self.starts_with_the_block:
+                        agreement.start()
+                    results[rank] = function(agreement, self.asked[rank])
+            except Exception as error:
+                results[rank] = error
+
+        threads = [threading.Thread(target=run, args=place, daemon=True) for place in enumerate(functions)]
+        for thread in threads:
+            thread.start()
+        for rank, thread in enumerate(threads):
+            thread.join(PATIENCE_S)
+            self.assertFalse(thread.is_alive(), f"rank {rank} waits for ever")
+        # None is left in the store's code when Python ends.
+        self.assertEqual([thread.name for thread in threading.enumerate() if thread.name == "ddp_run stop"], [])
+        return results
+
+    def trains(self, collective, every=1, asked_at=None, steps=STEPS):
+        """A rank with a collective in every so many steps, which its launcher asks at a step; gives where it stops."""
+
+        def train(agreement, asked):
+            for step in range(1, steps + 1):
+                if step % every == 0:
+                    collective.wait(PATIENCE_S)
+                if step == asked_at:
+                    asked.set()
+                if agreement.stops_here(asked.is_set()):
+                    return step
+            return "ended"
+
+        return train
+
+    def test_all_ranks_stop_at_one_boundary_when_one_of_them_is_asked(self):
+        for every in 1, 4:
+            for rank in range(3):
+                with self.subTest(every=every, asked=rank):
+                    self.store.values.clear()
+                    meet = threading.Barrier(3)
+                    ranks = [self.trains(meet, every, asked_at=41 if rank == own else None) for own in range(3)]
+                    steps = self.run_ranks(*ranks)
+                    self.assertEqual(len(set(steps)), 1, steps)
+                    self.assertIn(steps[0], range(41, self.STEPS), steps)
+
+    def test_all_ranks_stop_at_the_next_boundary_when_all_are_asked_before_it(self):
+        meet = threading.Barrier(3)
+        self.assertEqual(self.run_ranks(*[self.trains(meet, asked_at=5)] * 3), [5, 5, 5])
+
+    def test_ranks_that_learn_of_a_request_within_a_step_stop_at_its_end(self):
+        def train(agreement, asked):
+            self.assertFalse(agreement.stops_here(False))
+            if self.here.rank == 1:
+                asked.set()
+            self.assertTrue(agreement._known.wait(PATIENCE_S))
+            return agreement.stops_here(asked.is_set())
+
+        self.assertEqual(self.run_ranks(train, train), [True, True])
+
+    def test_a_rank_in_a_long_first_step_answers(self):
+        self.starts_with_the_block, stopping = True, threading.Event()
+
+        def asked_at_once(agreement, asked):
+            stops = agreement.stops_here(True)
+            stopping.set()
+            return stops
+
+        def in_its_first_step(agreement, asked):
+            self.assertTrue(stopping.wait(PATIENCE_S))
+            return agreement.stops_here(False)
+
+        self.assertEqual(self.run_ranks(asked_at_once, in_its_first_step), [True, True])
+
+    def test_a_boundary_waits_for_no_rank(self):
+        far = threading.Event()
+
+        def ahead(agreement, asked):
+            stopped = any(agreement.stops_here(False) for _ in range(100))
+            far.set()
+            return stopped
+
+        def behind(agreement, asked):
+            self.assertTrue(far.wait(PATIENCE_S))
+            return any(agreement.stops_here(False) for _ in range(100))
+
+        self.assertEqual(self.run_ranks(ahead, behind), [False, False])
+
+    def test_no_rank_waits_for_one_whose_steps_are_over(self):
+        for late in 0, 1:
+            with self.subTest(late=late):
+                self.store.values.clear()
+                others_end = threading.Event()
+
+                def ends(agreement, asked):
+                    self.assertFalse(agreement.stops_here(False))
+                    self.assertFalse(agreement.stops_here(False))
+                    agreement.__exit__(None)
+                    others_end.set()
+
+                def is_asked_before_its_last_step(agreement, asked):
+                    self.assertFalse(agreement.stops_here(False))
+                    self.assertTrue(others_end.wait(PATIENCE_S))
+                    asked.set()
+                    return agreement.stops_here(True)
+
+                ranks = [ends, ends]
+                ranks[late] = is_asked_before_its_last_step
+                self.assertEqual(self.run_ranks(*ranks)[late], False)
+
+    def test_the_rank_that_does_not_answer_is_named(self):
+        self.enter(mock.patch.object(ddp_run, "AGREEMENT_TIMEOUT_S", 0.1))
+        first = self.trains(None, every=self.STEPS + 1, asked_at=1)
+        failed, _, late = self.run_ranks(first, self.trains(None, every=self.STEPS + 1, asked_at=1), lambda *_: None)
+        self.assertIsNone(late)
+        self.assertRegex(str(failed), r"^waited 0 s for ranks \[2\] to say at which step they can stop$")
+
+    def test_a_rank_that_waits_learns_that_the_generation_is_over(self):
+        connection = self.accept_listening()
+
+        def dies(agreement, asked):
+            connection.say(type="generation_over", generation=2, cause="rank 1 died of SIGKILL")
+            raise RuntimeError("killed")
+
+        waits, _ = self.run_ranks(self.trains(None, every=self.STEPS + 1, asked_at=1), dies)
+        self.assertEqual(str(waits), "rank 1 died of SIGKILL")
+
+    def test_a_store_that_is_gone_ends_only_a_rank_that_has_to_stop(self):
+        def train(agreement, asked):
+            self.assertFalse(agreement.stops_here(False))
+            self.store.is_gone = True
+            agreement._thread.join(PATIENCE_S)
+            self.assertFalse(agreement.stops_here(False))
+            return agreement.stops_here(self.here.rank == 1)
+
+        self.assertEqual([str(result) for result in self.run_ranks(train, train)], ["False", "connection reset by the store"])
+
+    def test_rank_0_stays_until_all_others_know_where_to_stop(self):
+        """It may host the store."""
+        others_know = threading.Event()
+
+        def rank_0(agreement, asked):
+            stops = agreement.stops_here(True)
+            agreement._thread.join(0.1)
+            stays = agreement._thread.is_alive()
+            others_know.set()
+            return stops, stays
+
+        def rank_1(agreement, asked):
+            self.store.set("ddp_run/stop/2/0/limit/1", "1")
+            self.assertTrue(others_know.wait(PATIENCE_S))
+            return self.store.add("ddp_run/stop/2/0/done", 1)
+
+        self.assertEqual(self.run_ranks(rank_0, rank_1), [(True, True), 2])
+
+    def test_without_collectives_or_alone_a_rank_decides_for_itself(self):
+        self.assertEqual(self.run_ranks(self.trains(None, every=self.STEPS + 1, asked_at=7)), [7])
+        self.assertEqual(self.store.values, {})
+        sys.modules["torch.distributed"].is_initialized = lambda: False
+        self.assertEqual(self.run_ranks(self.trains(None, every=self.STEPS + 1, asked_at=7), lambda *_: None), [7, None])
 
 
 class WithoutLauncher(Worker):

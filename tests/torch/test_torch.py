@@ -126,6 +126,35 @@ class Package(PyTorch):
         steps = [match[1] for match in self.expect_line(launched, r"^\[\d\] saved at step (\d+)$")]
         self.assertEqual((len(steps), len(set(steps))), (3, 1), steps)
 
+    def stop_one_launcher(self, asked, every):
+        """Two nodes with two ranks each; SIGTERM for one launcher alone. Its exit code, the other's, and the steps saved."""
+        holder, port = reserved_port()
+        self.addCleanup(holder.close)
+        common = ["--nnodes", 2, "--nproc-per-node", 2, "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "stop"]
+        nodes = [self.launch(*common, "--node-rank", node, SCRIPTS / "stoppable.py", every) for node in range(2)]
+        for node in nodes * 2:
+            node.wait_for(r"^\[\d\] training$")
+        nodes[asked].process.send_signal(signal.SIGTERM)
+        codes = [node.finish() for node in nodes]
+        transcript = "\n".join(node.transcript() for node in nodes)
+        steps = [int(match[1]) for node in nodes for match in node.matches(r"^\[\d\] saved at step (\d+)$")]
+        self.assertEqual((len(steps), len(set(steps))), (4, 1), transcript)
+        self.assertEqual(codes[asked], 128 + signal.SIGTERM, transcript)
+        return codes[1 - asked], steps[0], transcript
+
+    def test_a_signal_to_one_launcher_of_two_stops_all_ranks_at_the_same_step(self):
+        for asked in range(2):
+            with self.subTest(asked=asked):
+                code, _, transcript = self.stop_one_launcher(asked, every=1)
+                self.assertEqual(code, 128 + signal.SIGTERM, transcript)
+
+    def test_ranks_that_are_apart_stop_at_the_same_step_too(self):
+        """With gradient accumulation there is a collective only now and then, and none at a boundary."""
+        for asked in range(2):
+            with self.subTest(asked=asked):
+                code, _, transcript = self.stop_one_launcher(asked, every=4)
+                self.assertEqual(code, 128 + signal.SIGTERM, transcript)
+
     def test_a_rank_that_loses_a_peer_names_it(self):
         launched = self.launch_stoppable()
         os.kill(worker(launched, 1), signal.SIGKILL)
