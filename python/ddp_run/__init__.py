@@ -193,22 +193,22 @@ def stoppable(save: Callable[[], Any], agree: Callable[[bool], bool] | None = No
     rank was. Without both each rank decides alone, and ranks may leave at different steps.
     """
     agreement, done = _Agreement(next(_blocks), _launcher.asked_to_stop), 0
-    if agree is None:
-        # Now if possible: another rank may be asked before this one gets to its first boundary.
-        agreement.start()
-        agree = agreement.stops_here
-    _launcher.listen()
+    stops_here = agree or agreement.stops_here
 
     def boundary(step: int, loss: float | None = None, waited_s: float | None = None) -> None:
         nonlocal done
         done = step
         heartbeat(step, loss=loss, waited_s=waited_s)
         check_generation()
-        if agree(stop_requested()):
+        if stops_here(stop_requested()):
             raise _Stop
 
     try:
         with agreement:
+            if agree is None:
+                # Now if possible: another rank may be asked before this one gets to its first boundary.
+                agreement.start()
+            _launcher.listen()
             yield boundary
     except _Stop:
         heartbeat(done, "saving")
@@ -256,9 +256,12 @@ class _Agreement(contextlib.AbstractContextManager):
         self._passed, self._limit, self._last = 0, 0, 0  # numbers of boundaries; 0: not known yet
         self._wake, self._left, self._known = threading.Event(), threading.Event(), threading.Event()
         self._has_failed, self._error, self._thread = False, None, None
+        # Ranks whose word is awaited; None: the store has not answered.
+        self._awaited: list[int] | None = None
 
-    def __exit__(self, kind: Any, *_: Any) -> None:
-        self._has_failed = kind is not None and issubclass(kind, Exception)
+    def __exit__(self, kind: Any, error: Any, _: Any) -> None:
+        ends_well = kind in (None, _Stop) or (kind is SystemExit and error.code in (None, 0))
+        self._has_failed = not ends_well
         self._left.set()
         self._wake.set()
         if self._thread is not None:
@@ -266,17 +269,13 @@ class _Agreement(contextlib.AbstractContextManager):
 
     def start(self) -> bool:
         dist = sys.modules.get("torch.distributed")
-        if dist is None or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        if "DDP_CONTROL" not in os.environ or dist is None or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
             return False
         store = dist.distributed_c10d._get_default_store()
         while hasattr(store, "underlying_store"):
             store = store.underlying_store
-        if isinstance(store, dist.TCPStore):
-            # A client of its own: one that waits for a key serves no other thread.
-            timeout = datetime.timedelta(seconds=STORE_TIMEOUT_S)
-            store = dist.TCPStore(store.host, store.port, is_master=False, timeout=timeout, wait_for_workers=False)
-        self._store, self._rank, self._ranks = store, dist.get_rank(), dist.get_world_size()
-        self._thread = threading.Thread(target=self._run, name="ddp_run stop", daemon=True)
+        self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
+        self._thread = threading.Thread(target=self._run, args=(store, dist.TCPStore), name="ddp_run stop", daemon=True)
         self._thread.start()
         return True
 
@@ -295,19 +294,22 @@ class _Agreement(contextlib.AbstractContextManager):
         while not self._known.wait(ANSWER_INTERVAL_S):
             check_generation()
             if time.monotonic() > deadline:
-                silent = [rank for rank in range(self._ranks) if not self._store.check([self._limit_of(rank)])]
-                waited = f"waited {AGREEMENT_TIMEOUT_S:.0f} s for ranks {silent[:16] or [0]}"
-                raise RuntimeError(f"{waited} to say at which step they can stop")
+                waited = f"waited {AGREEMENT_TIMEOUT_S:.0f} s for "
+                if self._awaited is None:
+                    raise RuntimeError(waited + "an answer of PyTorch's store")
+                raise RuntimeError(waited + f"ranks {self._awaited[:16]} to say at which step they can stop")
         if self._error is not None:
             raise self._error
         self._passed = here
-        return here >= self._last
+        return 0 < self._last <= here
 
-    def _limit_of(self, rank: int) -> str:
-        return f"{self._prefix}limit/{rank}"
-
-    def _run(self) -> None:
+    def _run(self, store: Any, tcp_store: Any) -> None:
         try:
+            if isinstance(store, tcp_store):
+                # A client of its own: one that waits for a key serves no other thread.
+                timeout = datetime.timedelta(seconds=STORE_TIMEOUT_S)
+                store = tcp_store(store.host, store.port, is_master=False, timeout=timeout, wait_for_workers=False)
+            self._store = store
             self._agree()
         except Exception as error:  # the rank that hosts the store is gone
             self._error = error
@@ -324,15 +326,15 @@ class _Agreement(contextlib.AbstractContextManager):
         if not self._left.is_set():
             store.set(asked, "1")
         # No rank gets to the boundary that a rank names after its last one.
-        store.set(self._limit_of(self._rank), str(limit))
+        limits = {rank: f"{self._prefix}limit/{rank}" for rank in range(self._ranks)}
+        store.set(limits[self._rank], str(limit))
         if self._rank == 0:
-            limits = [self._limit_of(rank) for rank in range(self._ranks)]
             if self._is_there(limits):
-                limit = max(int(store.get(key)) for key in limits)
+                limit = max(int(store.get(key)) for key in limits.values())
             elif self._has_failed:
                 return
             store.set(last, str(limit))
-        if self._is_there([last]):
+        if self._is_there({0: last}):
             self._last = int(store.get(last))
             self._known.set()
         store.add(done, 1)
@@ -343,12 +345,15 @@ class _Agreement(contextlib.AbstractContextManager):
                 break
             time.sleep(ANSWER_INTERVAL_S)
 
-    def _is_there(self, keys: list[str]) -> bool:
-        """Waits for all of these keys; false if the rank has left the block before."""
-        while not self._store.check(keys):
+    def _is_there(self, keys: dict[int, str]) -> bool:
+        """Waits for all of these keys, by the rank that writes them; false if this rank has left the block before."""
+        while True:
+            keys = {rank: key for rank, key in keys.items() if not self._store.check([key])}
+            self._awaited = list(keys)
+            if not keys:
+                return True
             if self._left.wait(ANSWER_INTERVAL_S):
                 return False
-        return True
 
 
 _blocks = itertools.count()

@@ -1,8 +1,10 @@
 //! Progress for Kubeflow Trainer, posted to a server that the test plays.
 
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 
+use nix::sys::signal::Signal;
 use serde_json::Value;
 use tokio::io::{AsyncBufReadExt as _, AsyncReadExt as _, AsyncWriteExt as _, BufReader};
 use tokio::net::TcpListener;
@@ -12,7 +14,7 @@ use tokio_rustls::rustls::crypto::ring;
 use tokio_rustls::rustls::pki_types::pem::PemObject as _;
 use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer};
 
-use crate::harness::{Finished, Launch, TinyJob, launch, temp_dir};
+use crate::harness::{Finished, Launch, TinyJob, launch, temp_dir, wait_for_step};
 
 /// An authority of this test alone, valid until 2099.
 const CA: &str = "\
@@ -116,14 +118,17 @@ async fn serve(ready: &Sender<u16>, posts: &Sender<(String, Value)>, answer: &st
 /// Runs a launch as in a pod of Kubeflow's.
 fn run_in_a_pod(launch: Launch, server: &StatusServer, ca: &str) -> Finished {
     let secrets = temp_dir();
-    let [token, ca_cert] = ["token", "ca.crt"].map(|name| secrets.path().join(name));
+    in_a_pod(launch, server, ca, secrets.path()).run()
+}
+
+fn in_a_pod(launch: Launch, server: &StatusServer, ca: &str, secrets: &Path) -> Launch {
+    let [token, ca_cert] = ["token", "ca.crt"].map(|name| secrets.join(name));
     std::fs::write(&token, "a.b.c\n").expect("writable");
     std::fs::write(&ca_cert, ca).expect("writable");
     launch
         .env("KUBEFLOW_TRAINER_SERVER_URL", &server.url)
         .env("KUBEFLOW_TRAINER_SERVER_TOKEN", token)
         .env("KUBEFLOW_TRAINER_SERVER_CA_CERT", ca_cert)
-        .run()
 }
 
 const OK: &str = "HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n";
@@ -162,6 +167,22 @@ fn a_native_job_posts_progress_and_its_end() {
         metric("loss").is_some_and(|loss| loss.parse::<f64>().is_ok()),
         "{last}"
     );
+}
+
+#[test]
+fn a_job_that_was_stopped_posts_no_end() {
+    let (server, job, secrets) = (StatusServer::start(OK), TinyJob::new(), temp_dir());
+    let launch = job.launch().set("train.steps=100000");
+    let running = in_a_pod(launch, &server, CA, secrets.path()).start();
+    wait_for_step(&job.out(), 3);
+    running.signal(Signal::SIGTERM);
+    running.finish().expect_exit(143);
+    let posts = server.posts();
+    assert!(!posts.is_empty());
+    for (_, body) in posts {
+        let percent = body["trainerStatus"]["progressPercentage"].as_u64();
+        assert!(percent.is_none_or(|percent| percent < 100), "{body}");
+    }
 }
 
 #[test]

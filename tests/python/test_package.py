@@ -462,7 +462,7 @@ class Agreeing(Worker):
                 def ends(agreement, asked):
                     self.assertFalse(agreement.stops_here(False))
                     self.assertFalse(agreement.stops_here(False))
-                    agreement.__exit__(None)
+                    agreement.__exit__(None, None, None)
                     others_end.set()
 
                 def is_asked_before_its_last_step(agreement, asked):
@@ -481,6 +481,41 @@ class Agreeing(Worker):
         failed, _, late = self.run_ranks(first, self.trains(None, every=self.STEPS + 1, asked_at=1), lambda *_: None)
         self.assertIsNone(late)
         self.assertRegex(str(failed), r"^waited 0 s for ranks \[2\] to say at which step they can stop$")
+
+    def test_a_store_that_does_not_answer_is_named(self):
+        """Its host is stopped, or cut off: a call waits without end, and holds a lock of PyTorch's."""
+        self.enter(mock.patch.object(ddp_run, "AGREEMENT_TIMEOUT_S", 0.1))
+        thaw, both, check = threading.Event(), threading.Barrier(2), self.store.check
+        self.store.check = lambda keys: thaw.wait(PATIENCE_S) and check(keys)
+
+        def train(agreement, asked):
+            try:
+                return agreement.stops_here(True)
+            finally:
+                both.wait(PATIENCE_S)
+                thaw.set()
+
+        for error in self.run_ranks(train, train):
+            self.assertEqual(str(error), "waited 0 s for an answer of PyTorch's store")
+
+    def test_ranks_save_at_no_step_if_one_leaves_by_an_interrupt_or_a_code(self):
+        for kind in KeyboardInterrupt, SystemExit:
+            with self.subTest(kind=kind):
+                self.enter(mock.patch.object(ddp_run, "AGREEMENT_TIMEOUT_S", 0.5))
+                self.store.values.clear()
+                has_left = threading.Event()
+
+                def leaves(agreement, asked):
+                    self.assertFalse(agreement.stops_here(False))
+                    agreement.__exit__(kind, kind(1), None)
+                    has_left.set()
+
+                def is_asked(agreement, asked):
+                    self.assertTrue(has_left.wait(PATIENCE_S))
+                    return agreement.stops_here(True)
+
+                _, waits = self.run_ranks(leaves, is_asked)
+                self.assertRegex(str(waits), r"^waited 0 s for ranks \[0\] ")
 
     def test_a_rank_that_waits_learns_that_the_generation_is_over(self):
         connection = self.accept_listening()

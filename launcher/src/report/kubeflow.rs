@@ -81,16 +81,19 @@ impl Kubeflow {
         self.progress = progress.cloned().or(self.progress.take());
         self.loss = loss.or(progress.map(|progress| progress.loss)).or(self.loss);
         let last = self.last_post.as_ref();
-        if last.is_none_or(|(at, _)| at.elapsed() >= INTERVAL) {
+        if last.is_none_or(|(at, post)| at.elapsed() >= INTERVAL && post.is_finished()) {
             self.last_post = self.post(false);
         }
     }
 
     /// Posts that the job has succeeded, if it has reported steps.
     pub(crate) async fn finish(&mut self) {
-        // An earlier post must not replace the last one. Each has a time-out.
-        for post in [self.last_post.take(), self.post(true)].into_iter().flatten() {
-            let _ = post.1.await;
+        // Each has a time-out. An earlier post must not replace the last one.
+        if let Some((_, earlier)) = self.last_post.take() {
+            let _ = earlier.await;
+        }
+        if let Some((_, last)) = self.post(true) {
+            let _ = last.await;
         }
     }
 
@@ -175,12 +178,14 @@ impl StatusServer {
             body.len()
         );
         connection.write_all(request.as_bytes()).await?;
+        connection.flush().await?;
         let mut answer = Vec::new();
         // A server may close the connection without an alert.
         let _ = connection.take(ANSWER_BYTES).read_to_end(&mut answer).await;
-        match String::from_utf8_lossy(&answer).trim_end() {
-            answer if answer.starts_with("HTTP/1.1 2") => Ok(()),
-            answer => Err(format!("its answer was `{answer}`").into()),
+        let answer = String::from_utf8_lossy(&answer);
+        match answer.lines().next().unwrap_or_default() {
+            status if status.starts_with("HTTP/1.1 2") => Ok(()),
+            status => Err(format!("its answer was `{status}`").into()),
         }
     }
 }
