@@ -35,7 +35,7 @@ export DDP_RUN=$bin/ddp-run PACKAGE_PATH=
 if torch=$("$python" -c 'import os, torch; print(os.path.dirname(os.path.dirname(torch.__file__)))' 2>/dev/null); then
     echo "$torch" >"$("$bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torch.pth"
     out=$(mktemp -d)
-    "$bin/ddp-run" --nproc-per-node 2 --hang-timeout 60 examples/pytorch/train.py "$out/checkpoint.pt"
+    PATH=$bin:$PATH ddp-run --nproc-per-node 2 --hang-timeout 60 examples/pytorch/train.py "$out/checkpoint.pt"
     [[ -s $out/checkpoint.pt ]] || { echo "error: no checkpoint was written" >&2; exit 1; }
     rm -rf "$out"
 else
