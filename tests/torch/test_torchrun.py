@@ -145,7 +145,8 @@ class Rendezvous(Installed):
         daemon.stdout.readline()
         conf = "insecure=1,is_host=0,last_call_timeout=60"
         words = ["--nnodes", "2:3", "--rdzv-backend", "ddp", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "three"]
-        words += ["--rdzv-conf", conf, "--max-restarts", 1, SCRIPTS / "place.py", self.folder]
+        # A worker that loses a peer may fail before its torchrun hears of the other's end, which then counts a restart.
+        words += ["--rdzv-conf", conf, "--max-restarts", 4, SCRIPTS / "place.py", self.folder]
         self.nodes = [self.start(PYTHON, "-m", "torch.distributed.run", *words) for _ in range(3)]
         self.assertEqual(sorted(self.lines_with(r"rank \d of 3", 3)), [f"rank {rank} of 3" for rank in range(3)])
         self.nodes[1].kill()

@@ -11,12 +11,16 @@ folder = pathlib.Path(sys.argv[1])
 dist.init_process_group("gloo")
 with open(folder / f"place-{os.getpid()}", "w") as place:
     place.write(f"rank {dist.get_rank()} of {dist.get_world_size()}\n")
-while True:
-    stops = torch.tensor([float((folder / "stop").exists())])
-    dist.all_reduce(stops)
-    if stops.item() > 0:
-        break
-    if dist.get_rank() == 1 and (folder / "fail").exists():
-        (folder / "fail").unlink()
-        sys.exit(3)
-    time.sleep(0.05)
+try:
+    while True:
+        stops = torch.tensor([float((folder / "stop").exists())])
+        dist.all_reduce(stops)
+        if stops.item() > 0:
+            break
+        if dist.get_rank() == 1 and (folder / "fail").exists():
+            (folder / "fail").unlink()
+            sys.exit(3)
+        time.sleep(0.05)
+finally:
+    # Without this, a thread of PyTorch's may free a tensor while Python ends, and abort.
+    dist.destroy_process_group()
