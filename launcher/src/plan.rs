@@ -75,7 +75,7 @@ pub struct LaunchPlan {
     pub outage_timeout: Duration,
     /// `--shutdown-timeout`: from SIGTERM to SIGKILL when workers are stopped.
     pub shutdown_timeout: Duration,
-    /// `--hang-timeout`: a worker that has sent heartbeats fails after this silence. `None` disables the check.
+    /// `--hang-timeout`: a worker that has sent heartbeats is examined after this silence, and ended if it is the cause. `None` disables the check.
     pub hang_timeout: Option<Duration>,
     /// `--log-dir`, with `attempt_N/<global rank>/{stdout.log,stderr.log,error.json}` below it. `None` writes no log files.
     pub log_dir: Option<PathBuf>,

@@ -1,4 +1,5 @@
-//! Exit codes of `ddp-run`, the same on every node of a job.
+//! Exit codes of `ddp-run`: the same on every node of a job, but for one that leaves an elastic job by a signal and one that
+//! gives up on the rendezvous.
 //!
 //! A failing worker's own code is passed through, and a worker killed by signal `n` gives `128 + n`;
 //! the codes below are the launcher's own.

@@ -39,9 +39,10 @@ pub struct Config {
     pub join_wait: Duration,
     /// A node that says nothing for this long is lost, unless its peers show that it is at work. Agents send a heartbeat every third of it.
     pub lease: Duration,
-    /// A node whose connection broke is lost after this long, if its lease does not end before.
+    /// A node whose connection broke is lost after this long, unless its peers show that it is at work (for 60 s at most).
     pub reconnect_grace: Duration,
-    /// A silent node is lost after this long at the latest, however much its peers advance.
+    /// A silent node is lost after this long at the latest, however much its peers advance; after 60 s if its connection was
+    /// closed.
     pub outage_timeout: Duration,
     /// How long a node may train without the daemon where other nodes can take its place. See `job/takeover`.
     pub takeover: Duration,

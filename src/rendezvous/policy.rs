@@ -1,6 +1,6 @@
 //! Restart policy: what a generation that ended costs, and when starting again is no use.
 //!
-//! - A worker that fails costs one restart of the job's budget (`--max-restarts`).
+//! - A worker that fails, or a lost node without which too few are left, costs one restart of the job's budget (`--max-restarts`).
 //! - The first restart after progress is at once; from the second in a row without progress on, a pause that doubles.
 //! - A change of membership is free: a node that comes, and one that goes while enough are left without it.
 //! - So is a port of rank 0's that a stranger took before it was bound, [`MAX_TAKEN_PORTS`] times in a row: the next

@@ -1,4 +1,4 @@
-//! Which nodes take part, and which rank each gets: a pure function of who is there and who was there before.
+//! Which nodes take part, and which node rank each gets (`job/assignment.rs` numbers the ranks): a pure function of who is there and who was there before.
 
 use std::cmp::{Ordering, Reverse};
 use std::collections::{BTreeSet, HashMap, HashSet};

@@ -25,7 +25,7 @@ use tokio_rustls::rustls::{ClientConfig, RootCertStore};
 use crate::output::console::Console;
 use crate::threads::BlockingThread;
 
-/// Shortest time from one post to the next, as Kubeflow's own clients keep it, and longest time for one.
+/// Shortest time between posts, but for the last one, as Kubeflow's own clients keep it. Also the time-out of a post.
 const INTERVAL: Duration = Duration::from_secs(5);
 /// What is read of an answer.
 const ANSWER_BYTES: u64 = 400;
@@ -75,7 +75,7 @@ impl Kubeflow {
         })
     }
 
-    /// Notes a heartbeat of rank 0. Posts it if the last post was long enough ago.
+    /// Notes a heartbeat of rank 0. Posts it if the last post is over and at least [`INTERVAL`] old.
     pub(crate) fn note(&mut self, step: u64, loss: Option<f64>, progress: Option<&Progress>) {
         self.step = Some(step);
         self.progress = progress.cloned().or(self.progress.take());

@@ -18,7 +18,7 @@ use crate::plan::LaunchPlan;
 use crate::supervise::hang::{self, Beat};
 use crate::threads::BlockingThread;
 
-/// Looks within one `--hang-timeout`.
+/// How many times to look within one `--hang-timeout`.
 const LOOKS: u32 = 10;
 /// How long workers may take to report their state: they look up the names of functions first.
 const ANSWER_BOUND: Duration = Duration::from_secs(3);
@@ -41,7 +41,7 @@ pub(in crate::agent) type Threads = BTreeMap<i32, String>;
 pub(in crate::agent) struct HangWatch {
     /// `--hang-timeout`: a worker without progress for this long hangs.
     bound: Option<Duration>,
-    /// The workers are native, so their waits have a time-out. Other programs might wait for ever, so their waits are ignored.
+    /// The workers are native, so their waits have a time-out. Other programs might wait for ever, so their waits do not save them from being ended.
     believes_waits: bool,
     console: Console,
     files: BlockingThread,

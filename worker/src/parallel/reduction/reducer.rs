@@ -5,7 +5,7 @@
 //! 1. [`Reducer::step`] begins a step and gives the right to write gradients ([`Step`]);
 //! 2. each gradient is written and reported ([`Step::ready`]); a bucket is launched as soon as it and all before it
 //!    are complete, strictly in layout order, whatever the order of the reports, so that all ranks issue the same
-//!    operations;
+//!    operations; one that two pipeline stages share, and all after it, are launched at the end of the step;
 //! 3. [`Step::finish`] waits for the others and gives the right to read the sums ([`Reduced`]);
 //!    [`Step::finish_on`] lets a stream wait instead of the host.
 //!
