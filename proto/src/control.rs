@@ -263,10 +263,13 @@ pub struct Progress {
     /// Learning rate of the last step.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lr: Option<f64>,
+    /// Share of the peak rate of all GPUs that the model's arithmetic reaches, where the peak is known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mfu: Option<f64>,
 }
 
-/// What the bar and the step lines show: `loss 2.346  val 2.300 @300  lr 1.6e-3  45.7k tok/s  1:23 left`. It fits into 80
-/// columns: in a line behind `[0] step` and the numbers of steps, without `val_step`; in a bar behind these numbers.
+/// What the bar and the step lines show: `loss 2.346  val 2.300 @300  lr 1.6e-3  45.7k tok/s  1:23 left`, with the MFU in
+/// place of the learning rate where it is known. It fits into 80 columns: in a line behind `[0] step` and the numbers of steps, without `val_step`; in a bar behind these numbers.
 impl fmt::Display for Progress {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "loss {:.3}", self.loss)?;
@@ -276,8 +279,10 @@ impl fmt::Display for Progress {
                 write!(f, " @{step}")?;
             }
         }
-        if let Some(lr) = self.lr {
-            write!(f, "  lr {lr:.1e}")?;
+        match (self.mfu, self.lr) {
+            (Some(mfu), _) => write!(f, "  MFU {:.1}%", mfu * 1e2)?,
+            (None, Some(lr)) => write!(f, "  lr {lr:.1e}")?,
+            (None, None) => {}
         }
         write!(f, "  {} tok/s", rate(self.tokens_per_s))?;
         // Also false for NaN.
@@ -388,6 +393,7 @@ mod tests {
             val_loss: Some(3.29),
             val_step: None,
             lr: Some(6e-4),
+            mfu: None,
         };
         let line = format!("[0] step 100000/600000 {progress}");
         assert_eq!(
@@ -402,7 +408,12 @@ mod tests {
             "100000/600000 loss 3.281  val 3.290 @100000  lr 6.0e-4  45.7k tok/s  5h12m left"
         );
         assert!(bar.len() < 80, "{bar}");
-        (progress.val_loss, progress.val_step, progress.lr) = (None, None, None);
+        progress.mfu = Some(0.412);
+        assert_eq!(
+            format!("100000/600000 {progress}"),
+            "100000/600000 loss 3.281  val 3.290 @100000  MFU 41.2%  45.7k tok/s  5h12m left"
+        );
+        (progress.val_loss, progress.val_step, progress.lr, progress.mfu) = (None, None, None, None);
         (progress.tokens_per_s, progress.seconds_left) = (900.0, f64::NAN);
         assert_eq!(progress.to_string(), "loss 3.281  900 tok/s");
     }

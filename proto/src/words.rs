@@ -72,7 +72,7 @@ pub fn quoted(word: &str) -> String {
 
 /// A rate in three digits: `987`, `45.7k`, `432k`, `1.23M`.
 pub fn rate(number: f64) -> String {
-    const UNITS: [&str; 5] = ["", "k", "M", "G", "T"];
+    const UNITS: [&str; 6] = ["", "k", "M", "G", "T", "P"];
     let (mut value, mut unit) = (number, 0);
     // 999.5 would be rounded to a fourth digit.
     while value >= 999.5 && unit + 1 < UNITS.len() {

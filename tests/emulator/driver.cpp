@@ -12,6 +12,7 @@
 //     EMULATOR_STATISTICS=0     1: each stream says at its end how much work it had, and how much of it found it idle;
 //                               modules and allocations that come after the first collective are named
 //     EMULATOR_FAIL_LAUNCH=0    which launch of a process fails, from 1 on; 0: none
+//     EMULATOR_NAME=...         name of each, `Emulated GPU` if it is not set
 //     EMULATOR_CAPABILITY=90    compute capability of each, as NVRTC numbers it
 //     EMULATOR_SHARED_KIB=227   shared memory that a block can ask for
 //
@@ -226,7 +227,8 @@ API Result cuDeviceGet(int *device, int ordinal) {
 }
 
 API Result cuDeviceGetName(char *name, int length, int) {
-    snprintf(name, length, "Emulated GPU");
+    const char *given = getenv("EMULATOR_NAME");
+    snprintf(name, length, "%s", given ? given : "Emulated GPU");
     return SUCCESS;
 }
 

@@ -30,6 +30,12 @@ fn the_readmes_command_trains() {
             line["tokens_per_s"].as_f64().is_some_and(|speed| speed > 0.0),
             "{line}"
         );
+        // Of 4 layers of width 128, a head of 256 bytes, and attention to 64.5 positions on average.
+        let arithmetic = 3.0 * (2.0 * (4.0 * 12.0 * 16384.0 + 256.0 * 128.0) + 4.0 * 4.0 * 128.0 * 64.5);
+        let rate = |key: &str| line[key].as_f64().expect("a rate");
+        let found = rate("model_flops_per_s") / rate("tokens_per_s");
+        assert!((found / arithmetic - 1.0).abs() < 1e-12, "{found}: {line}");
+        assert_eq!(line["mfu"], serde_json::Value::Null, "a CPU has no data sheet");
         assert!(
             line["wire_bytes"]["grads"]
                 .as_u64()

@@ -195,6 +195,7 @@ pub(crate) fn advances() {
             val_loss: None,
             val_step: None,
             lr: None,
+            mfu: None,
         });
         session.heartbeat(step, Phase::Training, progress);
     }

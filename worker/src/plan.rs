@@ -12,6 +12,7 @@
 //! out on a device that does nothing.
 
 use crate::config::{Model, Precision, Recompute, TrainConfig};
+use crate::device::cuda::GpuFacts;
 use crate::mesh::{DATA, MeshShape};
 use crate::model::Decoder;
 
@@ -137,6 +138,17 @@ impl Accelerator {
         Self::ALL.into_iter().find(known)
     }
 
+    /// Of `NVIDIA H100 80GB HBM3` the sheet of an `h100`; where several bear the name, that with the nearest memory. Cards
+    /// for PCI Express are slower than the modules that the sheets are of, and have none.
+    pub fn of(gpu: &GpuFacts) -> Option<Self> {
+        let name = gpu.name.to_ascii_lowercase();
+        let words: Vec<&str> = name.split([' ', '-']).collect();
+        let series = |sheet: &Self| sheet.name.split('-').next().unwrap_or_default();
+        (Self::ALL.into_iter())
+            .filter(|sheet| words.contains(&series(sheet)) && !words.contains(&"pcie"))
+            .min_by_key(|sheet| sheet.memory.abs_diff(gpu.memory_bytes as u64))
+    }
+
     /// Operations a second of matrix products in a precision.
     pub const fn flops(&self, precision: Precision) -> f64 {
         let [f32, tf32, bf16] = self.flops;
@@ -223,6 +235,27 @@ mod tests {
         let h100 = Accelerator::named("H100").unwrap();
         assert_eq!(h100.flops(Precision::Bf16), 989.4e12);
         assert_eq!(Accelerator::named("h1000"), None);
+    }
+
+    #[test]
+    fn a_drivers_name_leads_to_its_data_sheet() {
+        let sheet = |name: &str, gib: usize| {
+            let gpu = GpuFacts {
+                name: name.into(),
+                compute_capability: (9, 0),
+                memory_bytes: gib << 30,
+                multiprocessors: 132,
+                shared_per_block: 227 << 10,
+                pci: String::new(),
+            };
+            Accelerator::of(&gpu).map(|sheet| sheet.name)
+        };
+        assert_eq!(sheet("NVIDIA H100 80GB HBM3", 79), Some("h100"));
+        assert_eq!(sheet("NVIDIA H200", 140), Some("h200"));
+        assert_eq!(sheet("NVIDIA A100-SXM4-40GB", 39), Some("a100-40gb"));
+        assert_eq!(sheet("NVIDIA A100-SXM4-80GB", 79), Some("a100"));
+        assert_eq!(sheet("NVIDIA A100-PCIE-40GB", 39), None, "slower than the module");
+        assert_eq!(sheet("NVIDIA GeForce RTX 4090", 24), None);
     }
 
     fn cluster(nodes: u64, ranks_a_node: u64) -> Cluster {

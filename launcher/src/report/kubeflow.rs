@@ -204,6 +204,7 @@ mod tests {
             val_loss: None,
             val_step: None,
             lr: None,
+            mfu: None,
         };
         let names = |status: &Value| {
             let metrics = status["metrics"].as_array().into_iter().flatten();

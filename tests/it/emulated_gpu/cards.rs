@@ -179,17 +179,19 @@ fn nodes_with_different_drivers_are_refused() {
     daemon.stop().expect_exit(0);
 }
 
-/// What training has allocated is not all that a card must have.
+/// What training has allocated is not all that a card must have. The arithmetic of two ranks is a share of two cards'.
 #[test]
 #[ignore = "minutes of emulated GPUs: .ci/run emulated_gpu"]
-fn the_summary_says_what_is_taken_of_the_card_by_whomever() {
+fn the_summary_says_what_is_taken_of_the_card_by_whomever_and_the_share_of_its_peak() {
     let job = job();
-    gpus(emulator(), &job, 1)
+    gpus(emulator(), &job, 2)
         .env("EMULATOR_TAKEN_MIB", "100")
+        .env("EMULATOR_NAME", "NVIDIA H200")
         .set("train.steps=1")
         .target("tiny.yaml")
         .run()
-        .expect_exit(0);
+        .expect_exit(0)
+        .expect_stdout("FLOP/s, MFU 0.0%");
     let summary = std::fs::read(job.out().join("summary.json")).expect("a summary");
     let summary: serde_json::Value = serde_json::from_slice(&summary).expect("a summary of JSON");
     let peak = metrics(&job.out())[0]["memory"]["device_peak"].as_u64();
@@ -198,4 +200,7 @@ fn the_summary_says_what_is_taken_of_the_card_by_whomever() {
         taken.is_some_and(|(taken, peak)| taken >= peak + (100 << 20)),
         "{taken:?}"
     );
+    let number = |key: &str| summary[key].as_f64().expect("a number");
+    let share = number("model_flops_per_s") / (2.0 * 67e12);
+    assert!((number("mfu") / share - 1.0).abs() < 1e-9, "{summary}");
 }

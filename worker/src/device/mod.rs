@@ -50,6 +50,11 @@ pub trait Device: Any + Send + Sync {
     /// For people: `cpu (2 threads, avx512)`.
     fn name(&self) -> String;
 
+    /// The GPU that it is, if it is one.
+    fn gpu(&self) -> Option<&cuda::GpuFacts> {
+        None
+    }
+
     /// Zeroed memory.
     fn alloc(&self, spec: &ArenaSpec) -> Result<Arena, DeviceError>;
 

@@ -1,10 +1,12 @@
 //! What a run reports: `metrics.jsonl`, a line a step, cut back to the checkpoint's step after a rollback; `summary.json`,
 //! the run in one object; and the files of a timeline, in the folder `timeline`.
 
+use std::fmt;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read as _, Write as _};
 use std::path::{Path, PathBuf};
 
+use ddp_proto::words::rate;
 use serde::{Deserialize, Deserializer, Serialize};
 
 use super::run_file::{RunFilesError, delete_file, replace_file};
@@ -155,6 +157,9 @@ pub struct MetricsLine {
     pub tokens: u64,
     /// Tokens a second in this step, over all ranks.
     pub tokens_per_s: f64,
+    /// The same as arithmetic.
+    #[serde(flatten)]
+    pub achieved: Achieved,
     /// Wall time of the step.
     pub step_ms: f64,
     /// Part of the step: reading samples.
@@ -185,6 +190,29 @@ pub struct MetricsLine {
     pub generation: u64,
     /// Bytes of this rank.
     pub memory: Memory,
+}
+
+/// Arithmetic of the model a second, over all ranks: that of [`crate::plan::Work`], without what recomputation repeats.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Achieved {
+    /// Floating-point operations a second.
+    pub model_flops_per_s: f64,
+    /// Model FLOP utilisation: its share of the peak rate of all ranks' GPUs in `train.precision` (Chowdhery et al. 2022,
+    /// section 4.1). None on CPUs, and for GPUs without a data sheet in [`crate::plan::Accelerator`].
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub mfu: Option<f64>,
+}
+
+impl fmt::Display for Achieved {
+    /// `380 TFLOP/s, MFU 38.4%`
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let rate = rate(self.model_flops_per_s);
+        let digits = rate.trim_end_matches(char::is_alphabetic);
+        write!(f, "{digits} {}FLOP/s", &rate[digits.len()..])?;
+        self.mfu
+            .map_or(Ok(()), |mfu| write!(f, ", MFU {:.1}%", mfu * 1e2))
+    }
 }
 
 /// `null` is what became of a number that is not finite.
@@ -257,6 +285,9 @@ pub struct Summary {
     pub seconds: f64,
     /// Tokens a second over the steps of this life, over all ranks.
     pub tokens_per_s: f64,
+    /// The same as arithmetic.
+    #[serde(flatten)]
+    pub achieved: Achieved,
     /// Number of ranks at the end.
     pub world_size: u32,
     /// Generation at the end.
@@ -451,7 +482,7 @@ mod tests {
     #[test]
     fn a_line_has_the_documented_fields() {
         let text = serde_json::to_string(&line(1)).unwrap();
-        insta::assert_snapshot!(text, @r#"{"step":1,"epoch":0.0,"loss":2.5,"lr":0.0,"grad_norm":0.0,"skipped":0,"tokens":0,"tokens_per_s":0.0,"step_ms":0.0,"data_ms":0.0,"forward_ms":0.0,"backward_ms":0.0,"comm_ms":0.0,"comm_exposed_ms":0.0,"share_ms":0.0,"optimizer_ms":0.0,"checkpoint_ms":0.0,"wire_bytes":{"grads":0,"params":0,"activations":0,"pipeline":0,"other":0},"world_size":0,"generation":0,"memory":{"params":0,"grads":0,"optimizer":0,"optimizer_host":0,"activations":0,"gathered":0,"checkpoint":0,"device_peak":0,"peak_rss":0,"pss":0}}"#);
+        insta::assert_snapshot!(text, @r#"{"step":1,"epoch":0.0,"loss":2.5,"lr":0.0,"grad_norm":0.0,"skipped":0,"tokens":0,"tokens_per_s":0.0,"model_flops_per_s":0.0,"step_ms":0.0,"data_ms":0.0,"forward_ms":0.0,"backward_ms":0.0,"comm_ms":0.0,"comm_exposed_ms":0.0,"share_ms":0.0,"optimizer_ms":0.0,"checkpoint_ms":0.0,"wire_bytes":{"grads":0,"params":0,"activations":0,"pipeline":0,"other":0},"world_size":0,"generation":0,"memory":{"params":0,"grads":0,"optimizer":0,"optimizer_host":0,"activations":0,"gathered":0,"checkpoint":0,"device_peak":0,"peak_rss":0,"pss":0}}"#);
     }
 
     #[test]
@@ -505,6 +536,7 @@ mod tests {
             bytes_per_token: Some(1.0),
             seconds: 1.5,
             tokens_per_s: 4096.0,
+            achieved: Achieved::default(),
             world_size: 2,
             generation: 1,
             restarts: 0,

@@ -61,6 +61,7 @@ impl EventFile {
             ("lr", Some(line.lr)),
             ("grad_norm", Some(line.grad_norm)),
             ("tokens_per_s", Some(line.tokens_per_s)),
+            ("mfu", line.achieved.mfu),
         ];
         let scalars = scalars.into_iter().filter_map(|(tag, value)| {
             Some(Scalar {

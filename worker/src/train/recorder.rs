@@ -10,8 +10,11 @@ use ddp_proto::env::DDP_PROGRESS;
 use super::TrainError;
 use super::reporting::{Pace, say, warn};
 use super::step::{StepRecord, TrainerParts};
-use crate::config::TrainConfig;
-use crate::metrics::{self, EventFile, MetricsLine, MetricsLog, RunDir, RunFilesError, Validations};
+use super::strategy::work;
+use crate::metrics::{
+    self, Achieved, EventFile, MetricsLine, MetricsLog, RunDir, RunFilesError, Validations,
+};
+use crate::plan::Accelerator;
 
 /// The kernel walks all page tables for the proportional size, some 20 ms for a GiB: not in every step.
 const REFRESH: Duration = Duration::from_secs(1);
@@ -31,15 +34,25 @@ pub(super) struct Recorder {
     last_loss: f64,
     /// Tokens and time of the steps since this process started.
     trained: (u64, Duration),
+    /// Operations of the model for a token.
+    flops_per_token: f64,
+    /// Operations a second of all ranks' GPUs by their data sheet, if they have one.
+    peak: Option<f64>,
 }
 
 impl Recorder {
     /// Opens the files of the run, of which `first_step` steps are finished. `run_dir` on rank 0 only.
     pub(super) fn open(
         run_dir: Option<&RunDir>,
-        first_step: u64,
-        config: &TrainConfig,
+        TrainerParts {
+            first_step,
+            config,
+            world,
+            ..
+        }: &TrainerParts<'_>,
     ) -> Result<Self, TrainError> {
+        let first_step = *first_step;
+        let sheet = world.device.gpu().and_then(Accelerator::of);
         let log = run_dir.map(|dir| MetricsLog::open(&dir.metrics(), first_step));
         let dir_of_events = run_dir.filter(|_| config.run.tensorboard && first_step < config.train.steps);
         let events = dir_of_events.and_then(|dir| written(EventFile::create(dir.path(), first_step)));
@@ -52,6 +65,8 @@ impl Recorder {
             pace: Pace::new(Instant::now(), first_step, &config.train),
             last_loss: 0.0,
             trained: (0, Duration::ZERO),
+            flops_per_token: work(config)?.model as f64,
+            peak: sheet.map(|sheet| world.size() as f64 * sheet.flops(config.train.precision)),
         })
     }
 
@@ -63,8 +78,10 @@ impl Recorder {
             self.last_loss = line.loss;
         }
         self.log.as_ref()?;
+        let achieved = self.achieved(line.tokens_per_s);
         self.append(&MetricsLine {
             memory: memory(trainer),
+            achieved,
             ..line.clone()
         });
         let now = Instant::now();
@@ -77,6 +94,7 @@ impl Recorder {
             val_loss: last.map(|(loss, _)| loss),
             val_step: last.map(|(_, step)| step),
             lr: Some(line.lr),
+            mfu: achieved.mfu,
         };
         // A line is of its step alone. The bar, which comes and goes, keeps the last validation.
         let shown = Progress {
@@ -126,6 +144,15 @@ impl Recorder {
     /// Validation losses of the run so far, on rank 0.
     pub(super) fn validations(&self) -> Validations {
         self.log.as_ref().map(MetricsLog::validations).unwrap_or_default()
+    }
+
+    /// What tokens a second are in arithmetic.
+    pub(super) fn achieved(&self, tokens_per_s: f64) -> Achieved {
+        let model_flops_per_s = tokens_per_s * self.flops_per_token;
+        Achieved {
+            model_flops_per_s,
+            mfu: self.peak.map(|peak| model_flops_per_s / peak),
+        }
     }
 
     /// Tokens per second of all ranks together, over the steps since this process started.

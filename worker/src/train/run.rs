@@ -75,7 +75,7 @@ fn train(config: &TrainConfig, session: &Session, parts: Substitutes) -> Result<
     let parts = prepared.trainer.parts();
     let (rank, first_step) = (parts.world.rank(), parts.first_step);
     let run_dir = (rank == 0).then_some(&prepared.run_dir);
-    let mut recorder = Recorder::open(run_dir, first_step, &config)?;
+    let mut recorder = Recorder::open(run_dir, parts)?;
     let mut last = None;
     if rank == 0 {
         let path = prepared.run_dir.summary();
@@ -175,7 +175,7 @@ fn summary(
     let config = trainer.config;
     let env = trainer.session.env();
     let samples = trainer.loader.consumed_before(outcome.steps);
-    let best = recorder.validations().best;
+    let (best, tokens_per_s) = (recorder.validations().best, recorder.tokens_per_s());
     Summary {
         name: config.run.name.clone(),
         run_id: env.run_id.clone(),
@@ -191,7 +191,8 @@ fn summary(
         best_val_step: best.map(|(_, step)| step),
         bytes_per_token: prepared.dataset.val.bytes_per_token(),
         seconds: started.elapsed().as_secs_f64(),
-        tokens_per_s: recorder.tokens_per_s(),
+        tokens_per_s,
+        achieved: recorder.achieved(tokens_per_s),
         world_size: env.world_size.get(),
         generation: env.generation.get(),
         restarts: env.restart_count,
@@ -207,10 +208,11 @@ fn end_summary(summary: &Summary, first_step: u64, out_dir: &Path) -> String {
     let (steps, out) = (summary.steps, out_dir.display());
     let trained = steps.saturating_sub(first_step);
     let (time, speed) = (duration(summary.seconds), rate(summary.tokens_per_s));
+    let speed = format!("{time} at {speed} tok/s, {}", summary.achieved);
     let took = match trained {
         0 => "nothing was left to train".to_owned(),
-        _ if first_step == 0 => format!("{time} at {speed} tok/s"),
-        _ => format!("the last {trained} in {time} at {speed} tok/s"),
+        _ if first_step == 0 => speed,
+        _ => format!("the last {trained} in {speed}"),
     };
     let mut lines = vec![match &summary.stopped {
         Some(cause) => format!("stopped after step {steps} ({cause}); the checkpoint is saved; {took}"),
@@ -251,6 +253,7 @@ fn validation(summary: &Summary) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::metrics::Achieved;
 
     fn summary() -> Summary {
         Summary {
@@ -269,6 +272,10 @@ mod tests {
             bytes_per_token: Some(1.0),
             seconds: 32.4,
             tokens_per_s: 38_200.0,
+            achieved: Achieved {
+                model_flops_per_s: 1.632e11,
+                mfu: None,
+            },
             world_size: 2,
             generation: 1,
             restarts: 0,
@@ -281,7 +288,7 @@ mod tests {
     #[test]
     fn the_end_says_what_to_know() {
         insta::assert_snapshot!(end_summary(&summary(), 0, Path::new("runs/a/b")), @"
-        done: 600 steps, 0:32 at 38.2k tok/s
+        done: 600 steps, 0:32 at 38.2k tok/s, 163 GFLOP/s
         val loss 1.718 nats/byte
         checkpoint  runs/a/b/checkpoints/step_00000600
         metrics     runs/a/b/metrics.jsonl
@@ -292,10 +299,14 @@ mod tests {
             stopped: Some("SIGTERM".into()),
             val_loss: None,
             checkpoint: None,
+            achieved: Achieved {
+                model_flops_per_s: 3.79e14,
+                mfu: Some(0.3831),
+            },
             ..summary()
         };
         insta::assert_snapshot!(end_summary(&stopped, 300, Path::new("my run")), @"
-        stopped after step 340 (SIGTERM); the checkpoint is saved; the last 40 in 0:32 at 38.2k tok/s
+        stopped after step 340 (SIGTERM); the checkpoint is saved; the last 40 in 0:32 at 38.2k tok/s, 379 TFLOP/s, MFU 38.3%
         best val loss 1.718 after step 600
         metrics     my run/metrics.jsonl
         ");

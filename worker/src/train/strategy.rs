@@ -135,6 +135,16 @@ pub(super) fn layer_work(config: &TrainConfig) -> Result<[Work; 2], TrainError> 
     Ok([arithmetic(1, 0), arithmetic(0, vocabulary)])
 }
 
+/// Arithmetic of a token.
+pub(super) fn work(config: &TrainConfig) -> Result<Work, TrainError> {
+    let [layer, head] = layer_work(config)?;
+    let layers = config.model.n_layer as u64;
+    Ok(Work {
+        model: layers * layer.model + head.model,
+        repeated: layers * layer.repeated,
+    })
+}
+
 /// The schedule of every rank, and the layers of every stage.
 pub fn pipeline_plan(config: &TrainConfig) -> Result<PipelinePlan, TrainError> {
     let [layer, head] = layer_work(config)?;

@@ -67,7 +67,7 @@ impl Planned {
             (true, None, false) => gpus::ask().and_then(|described| described.gpus().first().cloned()),
             _ => None,
         };
-        let sheet = args.gpu.or_else(|| found.as_ref().and_then(sheet_of));
+        let sheet = args.gpu.or_else(|| found.as_ref().and_then(Accelerator::of));
         let of_sheet = sheet.map(|sheet| sheet.flops(config.train.precision));
         let driver_says = found.as_ref().map(|gpu| gpu.memory_bytes as u64);
         Self {
@@ -124,50 +124,4 @@ fn named(name: &str) -> Result<Accelerator, String> {
         let names = Accelerator::ALL.map(|accelerator| accelerator.name).join(", ");
         format!("known are {names}; describe another by `--memory`, `--flops` and `--link`")
     })
-}
-
-/// Of `NVIDIA H100 80GB HBM3` the sheet of an `h100`; where several bear the name, that with the nearest memory. Cards
-/// for PCI Express are slower than the modules that the sheets are of.
-fn sheet_of(gpu: &GpuFacts) -> Option<Accelerator> {
-    let words: Vec<String> = gpu
-        .name
-        .to_ascii_lowercase()
-        .split([' ', '-'])
-        .map(str::to_owned)
-        .collect();
-    if words.iter().any(|word| word == "pcie") {
-        return None;
-    }
-    let series = |sheet: &Accelerator| sheet.name.split('-').next().unwrap_or_default().to_owned();
-    Accelerator::ALL
-        .into_iter()
-        .filter(|sheet| words.contains(&series(sheet)))
-        .min_by_key(|sheet| sheet.memory.abs_diff(gpu.memory_bytes as u64))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn gpu(name: &str, gib: usize) -> GpuFacts {
-        GpuFacts {
-            name: name.into(),
-            compute_capability: (9, 0),
-            memory_bytes: gib << 30,
-            multiprocessors: 132,
-            shared_per_block: 227 << 10,
-            pci: String::new(),
-        }
-    }
-
-    #[test]
-    fn a_drivers_name_leads_to_its_data_sheet() {
-        let sheet = |name, gib| sheet_of(&gpu(name, gib)).map(|sheet| sheet.name);
-        assert_eq!(sheet("NVIDIA H100 80GB HBM3", 79), Some("h100"));
-        assert_eq!(sheet("NVIDIA H200", 140), Some("h200"));
-        assert_eq!(sheet("NVIDIA A100-SXM4-40GB", 39), Some("a100-40gb"));
-        assert_eq!(sheet("NVIDIA A100-SXM4-80GB", 79), Some("a100"));
-        assert_eq!(sheet("NVIDIA A100-PCIE-40GB", 39), None, "slower than the module");
-        assert_eq!(sheet("NVIDIA GeForce RTX 4090", 24), None);
-    }
 }

@@ -15,7 +15,7 @@ use cudarc::driver::sys;
 use parking_lot::{Mutex, RwLock};
 
 use super::calls;
-use super::driver::{CudaContext, driver_error};
+use super::driver::{CudaContext, GpuFacts, driver_error};
 use super::launch::{CudaOptions, DeviceKernels, LaunchContext};
 use super::memory::{DeviceMemory, DevicePtr, FETCH_BYTES, PinnedMemory, PinnedPool, address_of};
 use super::stream::{CudaEvent, CudaStream, EventPool, StreamState};
@@ -136,6 +136,10 @@ impl Device for CudaDevice {
             facts.name,
             facts.arch()
         )
+    }
+
+    fn gpu(&self) -> Option<&GpuFacts> {
+        Some(self.context().facts())
     }
 
     fn alloc(&self, spec: &ArenaSpec) -> Result<Arena, DeviceError> {

@@ -10,7 +10,7 @@ use crate::model::ModelPart;
 use crate::parallel::Dtypes;
 use crate::plan::{GlobalBatch, Work};
 use crate::train::TrainError;
-use crate::train::strategy::{layer_work, network};
+use crate::train::strategy::{network, work};
 
 /// In the order in which they are shown: each saves memory that the one before holds.
 const STRATEGIES: [Strategy; 4] = [Strategy::Ddp, Strategy::Zero1, Strategy::Zero2, Strategy::Zero3];
@@ -64,16 +64,6 @@ impl Comparison {
             advice,
         })
     }
-}
-
-/// Arithmetic of a token.
-fn work(config: &TrainConfig) -> Result<Work, TrainError> {
-    let [layer, head] = layer_work(config)?;
-    let layers = config.model.n_layer as u64;
-    Ok(Work {
-        model: layers * layer.model + head.model,
-        repeated: layers * layer.repeated,
-    })
 }
 
 /// What to do.

@@ -18,7 +18,7 @@ use crate::collective::{WireBytes, Work};
 use crate::config::{Train, TrainConfig};
 use crate::data::{Loader, Tokens};
 use crate::mesh::Axis;
-use crate::metrics::{Memory, MetricsLine};
+use crate::metrics::{Achieved, Memory, MetricsLine};
 use crate::model::{GradSink, Hooks, ModelPart, NoHooks, SampleKey};
 use crate::optim::{Clip, Optimizer, UpdateStep, batch_factor, learning_rate};
 use crate::parallel::pipeline::{Action, ActionKind};
@@ -431,6 +431,7 @@ impl<'a> Trainer<'a> {
                 skipped: self.skips.total(),
                 tokens: loader.consumed_before(step + 1) * block_size,
                 tokens_per_s: tokens as f64 / times.step.as_secs_f64().max(1e-9),
+                achieved: Achieved::default(),
                 step_ms: ms(times.step),
                 data_ms: ms(times.data),
                 forward_ms: ms(times.forward),
