@@ -67,27 +67,33 @@ fn interpreter(path: PathBuf, script: &str) -> PathBuf {
     path
 }
 
-/// Folders with an interpreter each, a copy of `ddp-run` beside one, and a script.
+/// Folders with an interpreter each, a copy of `ddp-run` beside two, of which one is a virtual environment, and a script.
 fn environments(dir: &Path) {
-    for name in ["exec", "venv", "conda", "beside", "path"] {
+    for name in ["exec", "venv", "conda", "beside", "environment", "path"] {
         interpreter(dir.join(name).join("bin/python3"), &format!("echo {name}"));
     }
     interpreter(dir.join("old/bin/python"), "echo old");
-    let copy = dir.join("beside/bin/ddp-run");
-    std::fs::copy(env!("CARGO_BIN_EXE_ddp-run"), copy).expect("a copy of the program");
+    for folder in ["beside", "environment"] {
+        let copy = dir.join(folder).join("bin/ddp-run");
+        std::fs::copy(env!("CARGO_BIN_EXE_ddp-run"), copy).expect("a copy of the program");
+    }
+    std::fs::write(dir.join("environment/pyvenv.cfg"), "").expect("writable");
     std::fs::write(dir.join("t.py"), "").expect("writable");
 }
 
 #[test]
-fn a_script_runs_under_the_python3_that_a_shell_finds() {
+fn a_script_runs_under_the_python3_of_its_environment_or_that_a_shell_finds() {
     let dir = temp_dir();
     environments(dir.path());
     let below = |name: &str| dir.path().join(name).display().to_string();
     let (built, beside) = (env!("CARGO_BIN_EXE_ddp-run"), &below("beside/bin/ddp-run"));
+    let environment = &below("environment/bin/ddp-run");
     // The program, which of its places are named, which folder is in `PATH`, and whose interpreter runs.
     for (program, named, path, expected) in [
         (beside.as_str(), "exec venv conda", "path", "exec"),
         (beside, "venv conda", "path", "path"),
+        (environment, "exec venv", "path", "exec"),
+        (environment, "venv conda", "path", "environment"),
         (built, "conda", "path", "path"),
         (built, "", "path", "path"),
         (built, "", "old", "old"),

@@ -191,7 +191,7 @@ fn command(
     WorkerCommand {
         agent_store: of_torchrun && get_env(NO_AGENT_STORE).as_deref() != Some("1"),
         macros: of_torchrun,
-        ..target.command(exe, python(get_env))
+        ..target.command(exe, python(get_env, &std::env::current_exe().unwrap_or_default()))
     }
 }
 

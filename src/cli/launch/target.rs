@@ -70,13 +70,21 @@ impl SelfExe {
     }
 }
 
-/// The interpreter of scripts and modules: `$PYTHON_EXEC`, else the one that a shell would find.
-pub fn python(get_env: impl Fn(&str) -> Option<String>) -> PathBuf {
+/// The interpreter of scripts and modules: `$PYTHON_EXEC`, else that of the virtual environment in which `exe` is
+/// installed, else the one that a shell would find.
+pub fn python(get_env: impl Fn(&str) -> Option<String>, exe: &Path) -> PathBuf {
     let given = get_env("PYTHON_EXEC").filter(|value| !value.is_empty());
     let found = given
         .map(PathBuf::from)
+        .or_else(|| in_environment_of(exe))
         .or_else(|| in_path(&["python3", "python"], &get_env));
     found.unwrap_or_else(|| "python3".into())
+}
+
+fn in_environment_of(exe: &Path) -> Option<PathBuf> {
+    let folder = exe.parent()?;
+    let is_environment = ["pyvenv.cfg", "conda-meta"].map(|mark| folder.with_file_name(mark).exists());
+    Some(folder.join("python3")).filter(|python| is_environment.contains(&true) && is_program(python))
 }
 
 fn is_program(path: &PathBuf) -> bool {
