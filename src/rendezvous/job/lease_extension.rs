@@ -140,13 +140,15 @@ impl Job {
         };
         let extension = running.extend_lease(context.config, node);
         // A node that others can replace stops its workers at that time.
-        let last = node.last_word() + self.takeover.after().unwrap_or(Duration::MAX / 2);
+        let replaced_after = self.takeover.after().unwrap_or(Duration::MAX / 2);
+        let last = node.last_word() + replaced_after;
         let extension = extension.map(|(extension, until)| (extension, until.min(last)));
         let Some((extension, until)) = extension.filter(|(_, until)| *until > context.at.now) else {
             return false;
         };
         let silence = context.at.now.saturating_sub(node.last_word()).as_secs_f64();
-        let (bound, was_closed) = (limit(context.config, node).as_secs_f64(), node.was_closed());
+        let bound = limit(context.config, node).min(replaced_after).as_secs_f64();
+        let was_closed = node.was_closed();
         let hostname = node.hostname().to_owned();
         let is_news = self
             .table
