@@ -1,4 +1,5 @@
 """DistributedDataParallel as its manual has it. The calls of `ddp_run` do nothing under torchrun."""
+import atexit
 import os
 import sys
 
@@ -13,6 +14,7 @@ EPOCHS = 10
 
 def main(checkpoint):
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    atexit.register(dist.destroy_process_group)  # also where `boundary` ends the script
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
     torch.manual_seed(0)
     inputs = torch.randn(2048, 16)
@@ -55,7 +57,6 @@ def main(checkpoint):
                 print(f"epoch {epoch} loss {total.item() / (len(data) // 32):.4f}", flush=True)
             boundary(steps)  # after a request to stop it calls `save`, and exits
             save()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
