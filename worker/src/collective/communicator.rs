@@ -420,7 +420,7 @@ impl Driver {
                 self.info.wire.lock().count(request.traffic, bytes);
                 self.info.record(sequence, request, || work.interval());
                 let operation = request.name(sequence, &self.info.name);
-                Work::enqueued(work, members[*rank], operation)
+                Work::enqueued(Arc::as_ptr(&self.info) as usize, work, members[*rank], operation)
             }
             Err(failure) => {
                 let (work, completion) = Work::pair(&format!("{} ({})", request.operation, request.tag));

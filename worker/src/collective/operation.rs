@@ -227,6 +227,8 @@ pub(super) fn slice(len: usize, parts: usize, index: usize) -> Range<usize> {
 pub struct Work {
     event: Event,
     outcome: Arc<dyn Fn() -> Option<Outcome> + Send + Sync>,
+    /// The stream of a communicator that it is in, whose operations end in order.
+    stream: Option<usize>,
 }
 
 /// When it ran, if it moved anything.
@@ -255,12 +257,13 @@ impl Work {
         let work = Self {
             event,
             outcome: Arc::new(move || seen.lock().clone()),
+            stream: None,
         };
         (work, Completion { signal, slot })
     }
 
-    /// The handle of an operation in a stream of a global rank.
-    pub(super) fn enqueued(work: Arc<dyn StreamWork>, rank: usize, operation: String) -> Self {
+    /// The handle of an operation in the stream of a communicator of a global rank.
+    pub(crate) fn enqueued(stream: usize, work: Arc<dyn StreamWork>, rank: usize, operation: String) -> Self {
         let event = work.done().clone();
         let outcome = move || {
             let failed = |failure| CollectiveError {
@@ -273,7 +276,13 @@ impl Work {
         Self {
             event,
             outcome: Arc::new(outcome),
+            stream: Some(stream),
         }
+    }
+
+    /// The stream that it is in, if its operations end in order.
+    pub(crate) const fn stream(&self) -> Option<usize> {
+        self.stream
     }
 
     /// Blocks the host until the operation is done. Returns when it ran, if it moved anything.

@@ -137,7 +137,17 @@ impl CommTracker {
         let now = Instant::now();
         let mut guard = self.account.lock();
         let account = &mut *guard;
-        for (work, device_times) in account.unfinished.extract_if(.., |(work, _)| work.is_done()) {
+        // Of a stream in order, only the first operation that has not ended is asked.
+        let mut behind = Vec::new();
+        let has_ended = |(work, _): &mut (Work, DeviceTimes)| {
+            if work.stream().is_some_and(|stream| behind.contains(&stream)) {
+                return false;
+            }
+            let has_ended = work.is_done();
+            behind.extend(work.stream().filter(|_| !has_ended));
+            has_ended
+        };
+        for (work, device_times) in account.unfinished.extract_if(.., has_ended) {
             match work.wait(now) {
                 Ok(interval) => {
                     let comm = interval.and_then(|ran| ran.length()).unwrap_or_default();
@@ -219,10 +229,10 @@ impl CommTracker {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
     use super::*;
-    use crate::collective::{Communicator, Executor, Launch, SingleRank, Traffic};
+    use crate::collective::{Communicator, Executor, Failure, Launch, SingleRank, StreamWork, Traffic};
     use crate::device::{Arena, ArenaSpec, Buffer, CpuDevice, DType, DeviceError, EventState};
     use crate::ops::Op;
     use crate::session::Cancel;
@@ -395,5 +405,47 @@ mod tests {
         }
         assert_eq!(tracker.take_times(), CommTimes::default());
         assert_eq!(tracker.take_device_times().times(), CommTimes::default());
+    }
+
+    /// An operation in a stream, which counts how often it is asked.
+    struct Counted(Event, AtomicUsize);
+
+    impl StreamWork for Counted {
+        fn done(&self) -> &Event {
+            &self.0
+        }
+
+        fn outcome(&self) -> Option<Result<(), Failure>> {
+            self.1.fetch_add(1, Ordering::Relaxed);
+            self.0.poll().map(|_| Ok(()))
+        }
+    }
+
+    #[test]
+    fn of_a_stream_the_first_operation_alone_is_asked_until_it_ends() {
+        let device: Arc<dyn Device> = Arc::new(CpuDevice::new(1).unwrap());
+        let tracker = CommTracker::new(&device, &Timeline::default());
+        let (signals, works): (Vec<_>, Vec<_>) = (0..6)
+            .map(|_| Event::pair("operation"))
+            .map(|(event, signal)| (signal, Arc::new(Counted(event, AtomicUsize::new(0)))))
+            .unzip();
+        for (index, work) in works.iter().enumerate() {
+            tracker.launch(|| Work::enqueued(index % 2, work.clone(), 0, "test".into()));
+        }
+        let asked = || works.iter().map(|work| work.1.load(Ordering::Relaxed));
+        tracker.check().unwrap();
+        assert_eq!(asked().collect::<Vec<_>>(), [1, 1, 0, 0, 0, 0]);
+        for signal in signals {
+            signal.set(Ok(()));
+        }
+        tracker.check().unwrap();
+        let before: usize = asked().sum();
+        tracker.check().unwrap();
+        assert_eq!(
+            asked().sum::<usize>(),
+            before,
+            "all have ended, and are forgotten"
+        );
+        assert!(asked().all(|times| times > 0));
     }
 }
