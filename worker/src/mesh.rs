@@ -7,8 +7,8 @@
 //! | [`Axis::Shard`] | hold one copy of the state together, each a shard of it, and read different samples |
 //! | [`Axis::Tensor`] | hold parts of the same matrices, and compute on the same samples together |
 //!
-//! The two in the middle are the data-parallel ranks ([`DATA`]): DDP has one rank along `shard`, ZeRO (FSDP) one along
-//! `replicate`; hybrid sharding (HSDP) has several along both. Their number is what the others leave:
+//! The two in the middle are the data-parallel ranks ([`SAMPLES`], [`GRADIENTS`]): DDP has one rank along `shard`, ZeRO
+//! (FSDP) one along `replicate`; hybrid sharding (HSDP) has several along both. Their number is what the others leave:
 //! dp = world / (pp · tp). The last axis varies fastest with the rank, so that the groups that exchange most lie within
 //! a node.
 //!
@@ -36,8 +36,11 @@ pub enum Axis {
     Tensor,
 }
 
-/// The axes along which ranks read different samples.
-pub const DATA: [Axis; 2] = [Axis::Replicate, Axis::Shard];
+/// The axes along which ranks read different samples: who reads what.
+pub const SAMPLES: [Axis; 2] = [Axis::Replicate, Axis::Shard];
+
+/// The axes along which gradients are summed, and state can be sharded: who sums what.
+pub const GRADIENTS: [Axis; 2] = [Axis::Replicate, Axis::Shard];
 
 impl Axis {
     /// All axes, the slowest first.
@@ -405,7 +408,7 @@ mod tests {
         assert_eq!(sizes(Some(ShardGroup::Node)), [2, 3]);
         assert_eq!(sizes(Some(ShardGroup::Ranks(2))), [3, 2]);
         let ddp = MeshShape::new(&Parallel::default(), &WorkerEnv::single()).unwrap();
-        assert_eq!((ddp.size(&DATA), ddp.size(&[Axis::Shard])), (1, 1));
+        assert_eq!((ddp.size(&SAMPLES), ddp.size(&[Axis::Shard])), (1, 1));
     }
 
     #[test]
@@ -425,11 +428,11 @@ mod tests {
         let shape = shape(Some(ShardGroup::Ranks(2)), 1, 6, 6).unwrap();
         assert_eq!(shape.members(3, &[Axis::Shard]), [2, 3]);
         assert_eq!(shape.members(3, &[Axis::Replicate]), [1, 3, 5]);
-        assert_eq!(shape.members(3, &DATA), [0, 1, 2, 3, 4, 5]);
+        assert_eq!(shape.members(3, &SAMPLES), [0, 1, 2, 3, 4, 5]);
         assert_eq!(shape.members(3, &[]), [3]);
         assert_eq!(shape.index(3, &[Axis::Shard]), 1);
         assert_eq!(shape.index(3, &[Axis::Replicate]), 1);
-        assert_eq!(shape.index(3, &DATA), 3);
+        assert_eq!(shape.index(3, &SAMPLES), 3);
     }
 
     #[test]
@@ -440,7 +443,7 @@ mod tests {
             (Some(ShardGroup::Ranks(1)), 4),
         ] {
             let shape = shape(group, 1, ranks, ranks).unwrap();
-            for axes in [&[][..], &[Axis::Replicate], &[Axis::Shard], &DATA] {
+            for axes in [&[][..], &[Axis::Replicate], &[Axis::Shard], &SAMPLES] {
                 for rank in 0..shape.ranks() {
                     let members = shape.members(rank, axes);
                     assert_eq!(members.len(), shape.size(axes));
@@ -470,7 +473,7 @@ mod tests {
         };
         let shape = MeshShape::new(&parallel, &env(2, 4)).unwrap();
         assert_eq!(shape.members(5, &[Axis::Tensor]), [4, 5]);
-        assert_eq!(shape.members(5, &DATA), [5, 7]);
+        assert_eq!(shape.members(5, &SAMPLES), [5, 7]);
         assert_eq!(shape.members(5, &[Axis::Pipeline]), [1, 5]);
         assert_eq!(shape.members(5, &[Axis::Pipeline, Axis::Tensor]), [0, 1, 4, 5]);
         assert_eq!(MeshShape::ranks_multiple_of(&parallel), Some(4));

@@ -13,7 +13,7 @@
 
 use crate::config::{Model, Precision, Recompute, TrainConfig};
 use crate::device::cuda::GpuFacts;
-use crate::mesh::{DATA, MeshShape};
+use crate::mesh::{MeshShape, SAMPLES};
 use crate::model::Decoder;
 
 /// Floating-point operations of one token of training that no implementation can leave out; a multiply-add is two.
@@ -78,7 +78,7 @@ impl GlobalBatch {
     /// The batch of a step of a configuration on a mesh.
     pub fn of(config: &TrainConfig, mesh: &MeshShape) -> Self {
         Self {
-            ranks: mesh.size(&DATA) as u64,
+            ranks: mesh.size(&SAMPLES) as u64,
             accumulation: config.train.grad_accumulation as u64,
             micro_batch: config.train.micro_batch as u64,
             block_size: config.model.block_size as u64,

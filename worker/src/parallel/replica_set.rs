@@ -1,6 +1,6 @@
 //! Which ranks sum, own, count and write a parameter. This follows from its role along each axis of the mesh.
 //!
-//! All gradients are summed over the data-parallel ranks ([`DATA`]): over `shard` they are reduce-scattered, so that
+//! All gradients are summed over the data-parallel ranks ([`GRADIENTS`]): over `shard` they are reduce-scattered, so that
 //! each rank owns a slice, over `replicate` all-reduced. That is DDP where `shard` has one rank, ZeRO (FSDP) where
 //! `replicate` has one, and hybrid sharding (HSDP; Zhao et al. 2023) where both have several: reduce-scatter over the
 //! shard group, then once a step an all-reduce of each shard over the replicate group. Sums run in rank order within a
@@ -24,7 +24,7 @@
 use std::collections::BTreeSet;
 
 use crate::collective::{CollectiveError, Communicator};
-use crate::mesh::{Axis, DATA, Mesh};
+use crate::mesh::{Axis, GRADIENTS, Mesh};
 use crate::model::{AxisRole, ParamId, ParamSpec};
 
 /// The axes along which ranks hold one copy of the model together.
@@ -108,7 +108,7 @@ impl ReplicaSet {
     pub fn of(mesh: &Mesh, params: &[ParamSpec]) -> Result<Self, CollectiveError> {
         let is_partial = |param: &ParamSpec, axis| param.roles[axis as usize] == AxisRole::PartialGradients;
         assert!(
-            (params.iter()).all(|param| DATA.into_iter().all(|axis| is_partial(param, axis))),
+            (params.iter()).all(|param| GRADIENTS.into_iter().all(|axis| is_partial(param, axis))),
             "data-parallel ranks read different samples"
         );
         let group_if_several = |axes: &[Axis]| {
@@ -120,9 +120,9 @@ impl ReplicaSet {
                 several => mesh.group(several).map(Some),
             }
         };
-        let all = match group_if_several(&DATA)? {
+        let all = match group_if_several(&GRADIENTS)? {
             Some(all) => all,
-            None => mesh.group(&DATA)?,
+            None => mesh.group(&GRADIENTS)?,
         };
         let [shard, copies] = [Axis::Shard, Axis::Replicate].map(|axis| group_if_several(&[axis]));
         let (shard, copies) = (shard?, copies?);

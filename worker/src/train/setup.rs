@@ -22,7 +22,7 @@ use crate::data::{BatchShape, Dataset, Loader, ORDER_VERSION, Sampler};
 use crate::device::cuda::GpuFacts;
 use crate::device::{ArenaSpec, Buffer, Device, DeviceError};
 use crate::libraries::{Library, LibraryKind};
-use crate::mesh::{DATA, MeshShape};
+use crate::mesh::{MeshShape, SAMPLES};
 use crate::metrics::{Request, RunDir};
 use crate::ops::Cast;
 use crate::optim::{Clip, PIECE, StateMemory};
@@ -105,7 +105,7 @@ pub(super) fn open(
     };
     let mut config = config.clone();
     let (ranks, given) = (
-        spec.strategy.mesh.size(&DATA) as u64,
+        spec.strategy.mesh.size(&SAMPLES) as u64,
         config.train.grad_accumulation,
     );
     let rescaled = match origin.saved().and_then(BatchBefore::of) {
@@ -296,8 +296,8 @@ fn loader(config: &TrainConfig, world: &World, dataset: &Dataset) -> Loader {
         dataset.train.blocks(block_size),
     );
     let shape = BatchShape {
-        rank: world.mesh.index(&DATA) as u64,
-        world: world.mesh.size(&DATA) as u64,
+        rank: world.mesh.index(&SAMPLES) as u64,
+        world: world.mesh.size(&SAMPLES) as u64,
         micro_batch: config.train.micro_batch as u64,
         accumulation: config.train.grad_accumulation as u64,
     };

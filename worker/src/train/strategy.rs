@@ -19,7 +19,7 @@ use crate::config::{
     self, Accumulate, OptimizerConfig, OptimizerKind, Parallel, Problem, Strategy, TrainConfig,
 };
 use crate::data::Vocabulary;
-use crate::mesh::{Axis, DATA, MeshShape};
+use crate::mesh::{Axis, GRADIENTS, MeshShape};
 use crate::model::{self, Model, ModelPart};
 use crate::optim::{Optimizer, ParamGroups, StateMemory};
 use crate::parallel::pipeline::{LayerCosts, PipelinePlan};
@@ -103,7 +103,7 @@ pub(super) fn held(
     let dtypes = Dtypes::of(config);
     let model = network(config, dtypes, part)?;
     check_groups(&config.train.optimizer, &model)?;
-    let layout = LayoutConfig::of(&config.parallel, mesh.size(&DATA)).with_dtypes(dtypes);
+    let layout = LayoutConfig::of(&config.parallel, mesh.size(&GRADIENTS)).with_dtypes(dtypes);
     let layout = GradientLayout::of_model(&model, &layout)?;
     Ok((model, layout))
 }

@@ -11,7 +11,7 @@ use tempfile::TempDir;
 use super::*;
 use crate::checkpoint::{Rng, State, Which, Writer, file_stem};
 use crate::config::{self, Accumulate, Parallel, Pipeline, ShardGroup, Strategy};
-use crate::mesh::{Axis, DATA, MeshShape};
+use crate::mesh::{Axis, GRADIENTS, MeshShape};
 use crate::model::{self, Model, ModelPart};
 use crate::parallel::{GradientLayout, LayoutConfig, is_counted};
 use crate::train::strategy::ShardingStrategy;
@@ -231,7 +231,7 @@ impl Trained {
             chunks: (stages > 1).then(|| vec![first(stage)..first(stage + 1)]),
         };
         let model = model::build_part(&self.model, 1024, &part).unwrap();
-        let config = LayoutConfig::of(&self.parallel, mesh.size(&DATA));
+        let config = LayoutConfig::of(&self.parallel, mesh.size(&GRADIENTS));
         let layout = GradientLayout::of_model(&model, &config).unwrap();
         let sharding = ShardingStrategy::new(&self.parallel, 2, mesh).sharding(&layout, at(Axis::Shard));
         let copy = (at(Axis::Replicate), mesh.size(&[Axis::Replicate]));

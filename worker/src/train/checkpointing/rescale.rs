@@ -14,7 +14,7 @@ use ddp_proto::words::counted;
 
 use crate::checkpoint::{Batch, State};
 use crate::config::{LrScaling, Parallel, Rescale, ShardGroup, Train, TrainConfig};
-use crate::mesh::{DATA, MeshShape};
+use crate::mesh::{MeshShape, SAMPLES};
 use crate::parallel::pipeline::PipelinePlan;
 use crate::train::TrainError;
 
@@ -84,7 +84,7 @@ pub(crate) fn allowed_sizes(config: &TrainConfig, mesh: &MeshShape) -> Sizes {
             ranks_multiple_of: multiple_of,
         };
     }
-    let (data, micro_batches) = (mesh.size(&DATA), train.grad_accumulation);
+    let (data, micro_batches) = (mesh.size(&SAMPLES), train.grad_accumulation);
     let (of_each, of_step) = (mesh.ranks() / data, data * micro_batches);
     let (least, most) = if stays {
         (micro_batches, micro_batches)
@@ -269,7 +269,7 @@ mod tests {
         let Ok(mesh) = mesh_of(&config.parallel, ranks) else {
             return false;
         };
-        let data = mesh.size(&DATA) as u64;
+        let data = mesh.size(&SAMPLES) as u64;
         let is_kept = rescale(&mut config, data, &BatchBefore { batch, configured }).is_ok();
         let (pipeline, costs) = (&config.parallel.pipeline, LayerCosts::equal(16));
         is_kept && PipelinePlan::new(pipeline, config.train.grad_accumulation, &costs).is_ok()

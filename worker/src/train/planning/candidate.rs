@@ -8,7 +8,7 @@ use ddp_proto::ids::WorldSize;
 use super::estimate::{Estimate, StepTraffic};
 use super::step_times::{BusyTimes, Machines, StepTimes};
 use crate::config::{OptimizerOffload, Pipeline, PipelineSchedule, ShardGroup, Strategy, Sync, TrainConfig};
-use crate::mesh::{Axis, DATA, MeshShape};
+use crate::mesh::{Axis, MeshShape, SAMPLES};
 use crate::parallel::pipeline::PipelinePlan;
 use crate::plan::{Cluster, GlobalBatch};
 use crate::train::TrainError;
@@ -71,7 +71,7 @@ impl Candidate {
     pub fn layout(&self) -> String {
         let axes = [
             ("pp", &[Axis::Pipeline][..]),
-            ("dp", &DATA),
+            ("dp", &SAMPLES),
             ("tp", &[Axis::Tensor]),
         ];
         let sizes = axes.map(|(name, axes)| (name, self.mesh.size(axes)));

@@ -5,7 +5,7 @@ use super::candidate::{Candidate, under};
 use super::search::settings;
 use super::step_times::Machines;
 use crate::config::{OptimizerOffload, Precision, Recompute, ReduceDtype, Strategy, TrainConfig};
-use crate::mesh::DATA;
+use crate::mesh::GRADIENTS;
 use crate::model::ModelPart;
 use crate::parallel::Dtypes;
 use crate::plan::{GlobalBatch, Work};
@@ -86,7 +86,7 @@ pub struct Adjustment {
 
 /// Of the strategies that fit, the one that sends least.
 fn choice(candidates: &[Candidate]) -> Option<Strategy> {
-    let sent = |candidate: &Candidate| candidate.sent.along(&DATA);
+    let sent = |candidate: &Candidate| candidate.sent.along(&GRADIENTS);
     let fits = |candidate: &&Candidate| candidate.fits == Some(true);
     let in_order = PREFERENCE.map(|strategy| candidates.iter().find(|found| found.strategy == strategy));
     // A difference of less than 1 % is padding.

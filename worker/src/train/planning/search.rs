@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 use super::candidate::{Candidate, PlannedMesh, exchanged, rehearsed_micro_batches, under};
 use super::step_times::{BusyTimes, Machines};
 use crate::config::{PipelineSchedule, Recompute, ShardGroup, Strategy, TrainConfig};
-use crate::mesh::DATA;
+use crate::mesh::GRADIENTS;
 use crate::train::TrainError;
 
 /// Passes of a micro-batch through a layer that are rehearsed, at most.
@@ -94,7 +94,7 @@ impl LayoutSearch {
 impl FoundLayout {
     /// Faster, or as fast and less to send. Padding alone is no difference.
     fn is_better(&self, other: &Self) -> bool {
-        let sent = |found: &Self| found.candidate.sent.along(&DATA);
+        let sent = |found: &Self| found.candidate.sent.along(&GRADIENTS);
         let is_as_fast = self.seconds() <= other.seconds() * (1.0 + SAME);
         self.seconds() < other.seconds() * (1.0 - SAME) || is_as_fast && sent(self) * 100 < sent(other) * 99
     }

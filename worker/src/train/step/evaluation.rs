@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::time::Instant;
 
 use crate::data::{Tokens, eval_blocks, fill_batch};
-use crate::mesh::DATA;
+use crate::mesh::SAMPLES;
 use crate::model::{GradSink, Hooks, NoHooks, sum_of_losses};
 use crate::parallel::pipeline::Action;
 use crate::session::Session;
@@ -30,9 +30,9 @@ pub(super) fn mean_loss(
 ) -> Result<f64, TrainError> {
     let rows = replica.positions() / block_size;
     let blocks = tokens.blocks(block_size);
-    let ranks = world.mesh.size(&DATA);
+    let ranks = world.mesh.size(&SAMPLES);
     let share = |rank: usize| eval_blocks(blocks, rank as u64, ranks as u64);
-    let mine = share(world.mesh.index(&DATA));
+    let mine = share(world.mesh.index(&SAMPLES));
     let passes = |share: Range<u64>| (share.end - share.start).div_ceil(rows as u64);
     let needed = if replica.parameters.moves_together() {
         // A rank without blocks still takes part in gathering the parameters.
