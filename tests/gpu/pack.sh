@@ -27,5 +27,5 @@ cargo build --package ddp-run --package ddp-worker --profile "$profile" "${wante
     done
 "$folder/ddp-train" tokenize --overwrite --tokenizer gpt2 --output "$folder/python-reference.safetensors" \
     examples/data/python-reference.txt
-cp tests/gpu/*.{sh,py,yaml} tests/peers/gpt2_gpu.py examples/data/python-reference.txt "$folder"
+cp tests/gpu/*.{sh,py,yaml} tests/peers/*_gpu.py examples/data/python-reference.txt "$folder"
 "$folder/archive.sh" "$folder"

@@ -18,10 +18,11 @@ import sys
 TOLERANCES = {"f32": 1e-4, "tf32": 5e-3, "bf16": 2e-2}
 # Dense bf16 products of an H100 or H200, as published.
 PEAK_FLOPS = 989e12
-SIZES = {"124m": (12, 768), "350m": (24, 1024)}
-# What tests/peers/gpt2_gpu.py measures PyTorch with: compiled or not, and the back end of its attention.
+# Layers, width, positions of a sample, parameters: of Llama without the embedding, which is no matrix of its head.
+SIZES = {"124m": (12, 768, 1024, 124_475_904), "350m": (24, 1024, 1024, 354_871_296),
+         "llama8b": (4, 4096, 8192, 1_078_497_280)}
+# What tests/peers/train_gpu.py measures PyTorch with: compiled or not, and the back end of its attention.
 PEERS = [f"{kind}-{backend}" for kind in ("compiled", "eager") for backend in ("flash", "cudnn")]
-SEQUENCE, VOCABULARY = 1024, 50304
 # Runs of `overlap`.
 OVERLAPS = {"alone": "one rank alone", "true": "as it trains", "false": "all after backward", "ctas": "NCCL_MAX_CTAS=8"}
 # Lines of the digest, how many of them are ratios at most, and what is shown of each.
@@ -35,6 +36,10 @@ TIMED = 2
 def steps(path):
     with open(path) as file:
         return [json.loads(line) for line in file]
+
+
+def text_of(log):
+    return log.read_text() if log.exists() else ""
 
 
 def agree(precision, reference, found):
@@ -55,19 +60,13 @@ def agree(precision, reference, found):
         sys.exit(f"memory was allocated in a step: {sorted(peaks)}")
 
 
-def parameters(layers, width, vocabulary):
-    """Of GPT-2 with a tied head."""
-    return vocabulary * width + SEQUENCE * width + layers * (12 * width * width + 13 * width) + 2 * width
-
-
-def flops_a_token(layers, width):
-    return 6 * parameters(layers, width, VOCABULARY) + 12 * layers * width * SEQUENCE
+def flops_a_token(layers, width, positions, parameters):
+    return 6 * parameters + 12 * layers * width * positions
 
 
 def kernels(logs):
     """What `gpu_kernels` wrote, and the rate of products among it: the ceiling, in FLOP/s."""
-    log = logs / "gpu_kernels.log"
-    text = log.read_text() if log.exists() else ""
+    text = text_of(logs / "gpu_kernels.log")
     found = re.search(r"^bf16 product of .*: ([\d.]+) TFLOP/s", text, re.M)
     return text, float(found.group(1)) * 1e12 if found else None
 
@@ -101,8 +100,10 @@ class Speed:
 
 
 def peers(logs):
-    path = logs / "peers.json"
-    return json.loads(path.read_text()) if path.exists() else {}
+    found = {}
+    for path in logs.glob("peers*.json"):
+        found.update(json.loads(path.read_text()))
+    return found
 
 
 def cell(value, form, width):
@@ -112,7 +113,7 @@ def cell(value, form, width):
 def speed(logs, ceiling):
     print(f"MFU: tokens/s x (6 parameters + 12 layers width sequence) FLOP, of {PEAK_FLOPS / 1e12:.0f} TFLOP/s as published; "
           + (f"beside it, of the {ceiling / 1e12:.0f} measured" if ceiling else "the ceiling was not measured"))
-    print(f"{'GPT-2':14} {'tokens/s':>10} {'ms/step':>8} {'MFU':>6} {'of ceiling':>10} {'GPU GiB':>8} "
+    print(f"{'trained':14} {'tokens/s':>10} {'ms/step':>8} {'MFU':>6} {'of ceiling':>10} {'GPU GiB':>8} "
           + " ".join(f"{peer:>14}" for peer in PEERS) + f" {'to best':>8}")
     share = lambda of, flops: flops / of if of and flops else None
     for run, size in runs(logs).items():
@@ -139,7 +140,7 @@ def operations(logs):
         for span in inside:
             took[span["name"]][0] += 1
             took[span["name"]][1] += span["dur"] / 1e3
-        print(f"\nGPT-2 {run}, one step of {step['dur'] / 1e3:.1f} ms with a timeline: operations, times, ms")
+        print(f"\n{run}, one step of {step['dur'] / 1e3:.1f} ms with a timeline: operations, times, ms")
         for name, (times, ms) in sorted(took.items(), key=lambda item: -item[1][1]):
             print(f"  {name:28} {times:5} {ms:9.2f} {ms / (step['dur'] / 1e3):7.1%}")
 
@@ -159,8 +160,7 @@ def overlaps(logs):
 
 def where(logs, ranks):
     """The ranks and their cards in words."""
-    doctor = logs / "doctor.log"
-    cards = len(re.findall(r"^  device \d", doctor.read_text(), re.M)) if doctor.exists() else 1
+    cards = len(re.findall(r"^  device \d", text_of(logs / "doctor.log"), re.M)) or 1
     return f"{ranks} ranks on {'one card' if cards < 2 else f'{ranks} cards'}"
 
 
@@ -178,8 +178,7 @@ def overlap(logs):
         hidden = max(0, 1 - exposed / comm) if comm and row["ranks"] > 1 else None
         print(f"{row['words']:20} {step:8.1f} {cell(step / alone if alone else None, '.3f', 10)} {comm:10.1f} "
               f"{exposed:10.1f} {cell(hidden, '.0%', 8)}")
-    log = logs / "gpu_nccl-overlap.log"
-    trace = re.findall(r"^overlap \| (.*)$", log.read_text(), re.M) if log.exists() else []
+    trace = re.findall(r"^overlap \| (.*)$", text_of(logs / "gpu_nccl-overlap.log"), re.M)
     if trace:
         print("\nbuckets of rank 0 on the two streams (gpu_nccl-overlap), ms since the first kernel")
         print("\n".join(trace))
@@ -201,7 +200,7 @@ def ratios(logs):
         plain = rows[row.size].rate
         if run != row.size and plain:
             words.append(f"{row.rate / plain:.3f} x {row.size} without the switch")
-        yield f"GPT-2 {run}: {', '.join(words)}"
+        yield f"{run}: {', '.join(words)}"
     found = overlaps(logs)
     if "alone" in found and "true" in found:
         alone, several = found["alone"]["step_ms"], found["true"]
@@ -228,8 +227,9 @@ def digest(logs):
 def table(logs):
     logs = pathlib.Path(logs)
     text, ceiling = kernels(logs)
-    if text:
-        print(text)
+    for text in (text, text_of(logs / "attention.log")):
+        if text:
+            print(text)
     speed(logs, ceiling)
     operations(logs)
     print()

@@ -1,20 +1,23 @@
 #!/usr/bin/env bash
-# Every check that needs a GPU, in under 10 minutes. Takes a folder that tests/gpu/pack.sh made, needs no network and no
-# compiler, uses the CUDA libraries of the machine, and ends with a digest of at most 25 lines, also when it is stopped;
-# full logs go to a folder of their own.
+# Checks that need a GPU, each call in under 10 minutes. Takes a folder that tests/gpu/pack.sh made, needs no network and
+# no compiler, uses the CUDA libraries of the machine, and ends with a digest of at most 25 lines, also when it is
+# stopped; full logs go to a folder of their own.
 #
-#     tests/gpu/run.sh PACKED-FOLDER LOG-FOLDER [SECTION... | call-1 | call-2]
+#     tests/gpu/run.sh PACKED-FOLDER LOG-FOLDER [SECTION... | call-a | call-b | call-c]
+#
+# call-a: do several ranks work, in every layout, on one card? call-b: does one rank compute right, and how fast is it
+# beside PyTorch? call-c: what holds it up, do kernels race, and how fast are the layers of Llama 8B? They may share a
+# LOG-FOLDER. Without a name, all sections run that 540 s are enough for.
 #
 # Sections that check function run in two lanes beside each other, those of one process and those of several ranks, and
 # PyTorch compiles in a third one what `peers` measures; then the other sections, each alone. Each has a limit, and what
 # it leaves over goes to those after it; all together have GPU_BUDGET_S seconds (540; more stretch all limits): what
 # hangs is killed, and what is left over is said to have not run. What cannot be killed, and packing the logs, may take
 # 25 seconds more.
-# Without sections all are run, but `overlap` only where there are several cards; `call-1` and `call-2` are the same in
-# two calls, with more time for `peers`. Those that are named run in the same order. GPU_PRECISION, GPU_STEPS and
-# GPU_BATCHES ("64 32": micro-batches of 124M and 350M) change what `speed` measures, GPU_PRECISIONS what `losses`
-# compares, GPU_RANKS_STEPS how long `ranks` trains. The logs also lie in LOG-FOLDER/logs.tgz. The exit status is 0 if
-# everything ran and nothing failed.
+# Sections that are named run in the order of the script; `overlap` belongs to a call only where there are several
+# cards. GPU_PRECISION, GPU_STEPS and GPU_BATCHES ("64 32": micro-batches of 124M and 350M) change what `speed` measures,
+# GPU_PRECISIONS what `losses` compares, GPU_RANKS_STEPS how long several ranks train. The logs also lie in
+# LOG-FOLDER/logs.tgz. The exit status is 0 if everything ran and nothing failed.
 set -uo pipefail
 packed=$(cd "${1:?folder made by pack.sh}" && pwd)
 mkdir -p "${2:?folder for logs}"
@@ -23,17 +26,18 @@ shift 2
 
 # Sections in order. Ranks that share a card take turns on it, so that they gain nothing from more of their kind beside.
 of_one_process=(losses ops device)
-of_several_ranks=(ranks kill9 nccl)
-alone=(sanitizer kernels speed overlap peers)
+of_several_ranks=(ranks kill9 nccl layouts queues)
+alone=(sanitizer ncu kernels speed attention overlap peers llama)
 known=("${of_one_process[@]}" "${of_several_ranks[@]}" "${alone[@]}")
-# What decides first: does one GPU compute right, and how fast is it beside PyTorch? Then what several ranks do.
-declare -A calls=([call-1]="losses ops device kernels speed peers" [call-2]="ranks kill9 nccl sanitizer"
-    [all]="${known[*]/overlap/}")
-# The seconds that each may take, and what comes before them. With the longer lane of two (145 s), all together make the
-# budget, `call-1` takes 500 and `call-2` 215 s: each is done within 600 s, whatever hangs.
+# Both sides of a ratio are measured in one call.
+declare -A calls=([call-a]="ranks kill9 nccl layouts queues" [call-b]="losses ops device kernels speed attention peers"
+    [call-c]="sanitizer ncu llama" [all]="losses ops device ranks kill9 nccl sanitizer kernels speed peers")
+# The seconds that each may take, and what comes before them. All take 540 s, with the longer lane of two (145 s),
+# `call-a` 455, `call-b` 530, `call-c` 415 and with `overlap` 475: each is done within 600 s, whatever hangs.
 full_budget=540
-declare -A limits=([doctor]=15 [reference]=25 [losses]=35 [ops]=100 [device]=10 [ranks]=45 [kill9]=45 [nccl]=45
-    [sanitizer]=40 [kernels]=25 [speed]=115 [overlap]=60 [peers]=175)
+declare -A limits=([doctor]=15 [reference]=25 [losses]=35 [ops]=100 [device]=10 [ranks]=45 [kill9]=55 [nccl]=45
+    [layouts]=150 [queues]=120 [sanitizer]=40 [ncu]=90 [kernels]=30 [speed]=115 [attention]=30 [overlap]=60 [peers]=170
+    [llama]=270)
 
 export DDP_REQUIRE_GPU=1 DDP_REQUIRE_NVRTC=1 RUST_BACKTRACE=1
 # Several ranks train on the one card: NCCL allows it from 2.30 on, and so do our workers.
@@ -67,19 +71,19 @@ choose_sections() {
     (($# > 0)) || set -- all
     for name; do
         [[ " ${known[*]} ${!calls[*]} " == *" $name "* ]] || {
-            echo "error: unknown section \`$name\`, known are: ${known[*]} call-1 call-2" >&2
+            echo "error: unknown section \`$name\`, known are: ${known[*]} call-a call-b call-c" >&2
             exit 2
         }
         read -ra more <<<"${calls[$name]:-$name}"
         sections+=("${more[@]}")
         # Their times say nothing of a card that is shared.
-        [[ $name != all && $name != call-2 ]] || for_several_cards=(overlap)
+        [[ $name != all && $name != call-c ]] || for_several_cards=(overlap)
     done
 }
 
 # Sets what runs when, and the seconds that it may take.
 plan() {
-    first=$([[ -n $(asked losses ranks) ]] && echo reference)
+    first=$([[ -n $(asked losses ranks kill9 layouts queues) ]] && echo reference)
     lanes=("$(asked "${of_one_process[@]}")" "$(asked "${of_several_ranks[@]}")")
     last=$(asked "${alone[@]}")
     for_lanes=$(longest "${lanes[@]}")
@@ -104,6 +108,7 @@ choose_batches() {
     local most=2
     while ((4 * most <= $1)); do most=$((2 * most)); done
     read -r "batches[124m]" "batches[350m]" <<<"${GPU_BATCHES:-$most $((most / 2))}"
+    batches[llama8b]=1
 }
 
 # Ends the script where there is nothing to check, and finds out how ranks may share the card.

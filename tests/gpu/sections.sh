@@ -50,8 +50,8 @@ section_doctor() { check doctor 20 "$packed/ddp-train" doctor; }
 
 # The runs on the processor that others are compared with.
 section_reference() {
-    train loss-cpu 60 1 small.yaml parallel.backend=cpu train.threads=8
-    train ranks-cpu 20 1 ranks.yaml parallel.backend=cpu train.threads=8
+    [[ -z $(asked losses) ]] || train loss-cpu 60 1 small.yaml parallel.backend=cpu train.threads=8
+    [[ -z $(asked ranks kill9 layouts queues) ]] || train ranks-cpu 20 1 ranks.yaml parallel.backend=cpu train.threads=8
 }
 
 # The same run on the processor and on the GPU, also with the optimizer's state on the host: losses agree step by step.
@@ -85,23 +85,60 @@ section_ranks() {
     done
 }
 
-# Several ranks take the samples of one on the processor: NAME RANKS PRECISION [KEY=VALUE...].
+# Several ranks take the samples of one on the processor: NAME RANKS PRECISION [KEY=VALUE...]. A wait that never ends is
+# an error that says what for, before the check is killed.
 together() {
     local name=$1 ranks=$2 precision=$3
     shift 3
     train "$name" 30 "$ranks" ranks.yaml "train.steps=$turns" "train.micro_batch=$((8 / ranks))" \
-        "train.precision=$precision" "$@"
+        "train.precision=$precision" "parallel.timeout_s=$(allowed 20)" "$@"
     agrees "$name" "$precision" ranks-cpu
 }
 
+# Keys of layouts: four micro-batches a step, of one replica or two.
+one_replica=(train.micro_batch=2 train.grad_accumulation=4) two_replicas=(train.micro_batch=1 train.grad_accumulation=4)
+tensor=parallel.tensor=2 stages=parallel.pipeline.stages schedule=parallel.pipeline.schedule
+
+# A model that is cut over ranks, in each way.
+section_layouts() {
+    local name
+    together tp 2 f32 "${one_replica[@]}" "$tensor"
+    together tp-seq 2 f32 "${one_replica[@]}" "$tensor" parallel.sequence=true
+    together tp-dp 4 f32 "${two_replicas[@]}" "$tensor"
+    together hsdp 4 f32 parallel.strategy=zero3 parallel.shard_group=2
+    for name in gpipe 1f1b interleaved zb-h1 zbv greedy; do
+        together "pp-$name" 2 f32 "${one_replica[@]}" "$stages=2" "$schedule=$name"
+    done
+    together pp-tp 8 f32 "${one_replica[@]}" "$stages=4" "$tensor"
+    together pp-dp-tp 8 f32 "${two_replicas[@]}" "$stages=2" "$tensor" parallel.strategy=zero1
+}
+
+# Pipelines whose streams share one hardware queue of the card, or 8, as CUDA has it; in `layouts` they have 32, as our
+# launcher has it. Nothing may wait in a queue for what its own rank launches later.
+section_queues() {
+    local queues
+    for queues in 1 8; do
+        switched "CUDA_DEVICE_MAX_CONNECTIONS=$queues" \
+            together "queues-$queues-pp" 2 f32 "${one_replica[@]}" "$stages=2" "$schedule=zbv"
+        switched "CUDA_DEVICE_MAX_CONNECTIONS=$queues" \
+            together "queues-$queues-pp-tp" 8 f32 "${one_replica[@]}" "$stages=4" "$tensor"
+    done
+}
+
 # A rank is killed: first every other one names it; then, in the middle of a run, the job is restarted, goes on from the
-# checkpoint, and comes to the end with the processor's losses.
+# checkpoint, and comes to the end with the processor's losses. Both with whole models and in a pipeline.
 section_kill9() {
-    training kill9-named 3 ranks.yaml train.micro_batch=2 train.steps=1000000 train.checkpoint_every=0
+    local endless=(train.steps=1000000 train.checkpoint_every=0)
+    training kill9-named 3 ranks.yaml train.micro_batch=2 "${endless[@]}"
     killing kill9-named 25 0 named
+    training kill9-named-pp-tp 4 ranks.yaml "${one_replica[@]}" "$stages=2" "$tensor" "${endless[@]}"
+    killing kill9-named-pp-tp 25 0 named
     training kill9-restart 2 ranks.yaml train.micro_batch=4
     killing kill9-restart 30 3 restart
     agrees kill9-restart f32 ranks-cpu
+    training kill9-restart-pp 2 ranks.yaml "${one_replica[@]}" "$stages=2" "$schedule=zbv"
+    killing kill9-restart-pp 30 3 restart
+    agrees kill9-restart-pp f32 ranks-cpu
 }
 
 # A scene of kill9.py with `command` as a check: NAME LIMIT RESTARTS SCENE. It is told a little less than the limit, so that
@@ -118,27 +155,33 @@ section_nccl() { binary gpu_nccl gpu_nccl 100 --test-threads 1 --skip collective
 # Errors of memory, and threads of a block that read what another one writes without waiting for it. At sizes of its
 # own: the tool makes a kernel many times slower.
 section_sanitizer() {
-    local sanitizer tool
-    sanitizer=$(command -v compute-sanitizer) || sanitizer=${CUDA_HOME:-/usr/local/cuda}/bin/compute-sanitizer
+    local tool
     for tool in memcheck racecheck; do
-        if [[ -x $sanitizer ]]; then
-            # Without a status of its own it ends with that of the program, whatever it found. The driver's refusals
-            # are answers, such as of a function that an older one does not have.
-            sanitized "sanitizer-$tool" "$sanitizer" --tool "$tool" --error-exitcode 3 --report-api-errors no
-        else
-            line "sanitizer-$tool" "NOT RUN: compute-sanitizer was not found"
-        fi
+        # Without a status of its own it ends with that of the program, whatever it found. The driver's refusals are
+        # answers, such as of a function that an older one does not have.
+        below "sanitizer-$tool" compute-sanitizer --tool "$tool" --error-exitcode 3 --report-api-errors no \
+            "$packed/gpu_kernels" --sanitize
     done
 }
 
-# Attention, cross-entropy and the gradient of tokens below a program: NAME PROGRAM [ARGUMENT...].
-sanitized() {
-    local name=$1
-    shift
-    if [[ -x $packed/gpu_kernels ]]; then
-        check "$name" 100 "$@" "$packed/gpu_kernels" --sanitize
-    else
+# The kernels furthest from their roofline, one launch of each shape. Without the right to count, the tool ends well too.
+section_ncu() {
+    rm -f "$logs/ncu.log"
+    below ncu ncu --clock-control none --set detailed --filter-mode per-launch-config --launch-skip 3 --launch-count 1 \
+        --kernel-name "regex:^(flash|norm_backward|cross_entropy)" "$packed/gpu_kernels"
+    [[ ! -f $logs/ncu.log ]] || check ncu-counted 5 grep "^ *Duration " "$logs/ncu.log"
+}
+
+# `gpu_kernels` below a program of CUDA's toolkit: NAME PROGRAM ARGUMENT...
+below() {
+    local name=$1 program
+    program=$(command -v "$2") || program=${CUDA_HOME:-/usr/local/cuda}/bin/$2
+    if [[ ! -x $program ]]; then
+        line "$name" "NOT RUN: $2 was not found"
+    elif [[ ! -x $packed/gpu_kernels ]]; then
         line "$name" "NOT RUN: not packed"
+    else
+        check "$name" 100 "$program" "${@:3}"
     fi
 }
 
@@ -147,9 +190,9 @@ section_kernels() { binary gpu_kernels gpu_kernels 60 --tokens "$packed/python-r
 
 # The last two steps of the sizes have a timeline, which says what each operation took.
 section_speed() {
-    local size switch timeline="run.timeline=$((steps - 1))-$steps"
+    local size switch
     for size in 124m 350m; do
-        timed "speed-$size" "$size" "$timeline"
+        timed "speed-$size" "$size" "$(last_steps)"
     done
     # Fewer steps are enough to compare with.
     local steps=$((steps < 30 ? steps : 30))
@@ -159,12 +202,15 @@ section_speed() {
     done
 }
 
+# The key of a timeline.
+last_steps() { echo "run.timeline=$((steps - 1))-$steps"; }
+
 # A run that is measured, by estimate at 475 to 530 thousand tokens/s (124M on an H100): 100 steps of 32 samples take 6 to
 # 7 s, those of 350M 12 s, and twice as long with the micro-batches of an H200: NAME SIZE [KEY=VALUE...].
 timed() {
     local name=$1 size=$2
     shift 2
-    train "$name" 50 1 "gpt2-$size.yaml" "train.micro_batch=${batches[$size]}" "train.steps=$steps" \
+    train "$name" 60 1 "$(basename "$packed"/*"$size.yaml")" "train.micro_batch=${batches[$size]}" "train.steps=$steps" \
         "train.precision=$precision" "$@"
 }
 
@@ -201,21 +247,35 @@ section_overlap() {
     binary gpu_nccl-overlap gpu_nccl 20 --exact collectives_run_beside_kernels --nocapture
 }
 
-# PyTorch's script: NAME SECONDS PREFIX ARGUMENT..., where the prefix is a command before it, as one word.
+# PyTorch's training steps of these sizes, as one word, in what is left of the section: NAME SIZES ARGUMENT...
 of_pytorch() {
-    local name=$1 seconds=$2 prefix
-    read -ra prefix <<<"$3"
-    shift 3
-    check "$name" "$seconds" "${prefix[@]}" python3 "$packed/gpt2_gpu.py" "$@" --seconds "$seconds" \
-        --tokens "$packed/python-reference.safetensors" --batches "${batches[124m]}" "${batches[350m]}"
+    local name=$1 seconds=$((section_end - SECONDS)) size samples=()
+    for size in $2; do samples+=("$size=${batches[$size]}"); done
+    shift 2
+    check "$name" "$seconds" python3 "$packed/train_gpu.py" "$@" --seconds "$seconds" \
+        --tokens "$packed/python-reference.safetensors" --samples "${samples[@]}"
 }
 
 # Compiles what `peers` measures, beside sections whose times do not matter; what is left over then, `peers` compiles.
 # The others go first.
-section_compile() { of_pytorch compile $((section_end - SECONDS)) "nice -n 10" --compile-only; }
+section_compile() {
+    renice --priority 10 "$BASHPID" >/dev/null
+    of_pytorch compile "124m 350m" --compile-only
+}
 
 # PyTorch on the same card, compiled and eager, with both back ends of its attention, as far as the time goes.
 section_peers() {
     rm -f "$logs/peers.json"
-    of_pytorch peers $((section_end - SECONDS)) "" --out "$logs/peers.json"
+    of_pytorch peers "124m 350m" --out "$logs/peers.json"
+}
+
+# PyTorch's attention on the same card, at shapes of `kernels`.
+section_attention() { check attention 60 python3 "$packed/attention_gpu.py"; }
+
+# Layers with the sizes of Llama 8B, beside PyTorch.
+section_llama() {
+    local steps=$((steps < 30 ? steps : 30))
+    timed speed-llama8b llama8b "$(last_steps)"
+    rm -f "$logs/peers-llama8b.json"
+    of_pytorch peers-llama8b llama8b --kinds compiled --out "$logs/peers-llama8b.json"
 }

@@ -5,4 +5,6 @@
 #     ddp-run --nproc-per-node 2 -- sharing.sh FILE.yaml [--set KEY=VALUE]...
 set -euo pipefail
 export NCCL_HOSTID="rank-${RANK:?ddp-run sets it}" NCCL_SOCKET_IFNAME=lo NCCL_NET=Socket
+# As ddp-run has it for workers of its own.
+export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-32}
 exec "$(dirname "$0")/ddp-train" run "$@"

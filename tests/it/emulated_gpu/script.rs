@@ -40,14 +40,14 @@ fn folders() -> (TempDir, TempDir) {
     (packed, logs)
 }
 
-/// A configuration with two narrow blocks, a few steps, bytes as tokens, and few of them to validate on.
+/// A configuration with narrow blocks, a few steps, bytes as tokens, and few of them to validate on.
 fn shrunk(yaml: &str) -> String {
     let lines = yaml.lines().map(|line| {
         if line.starts_with("model:") {
-            return "model: { kind: gpt2, n_layer: 2, n_head: 2, n_embd: 64, block_size: 16 }".to_owned();
+            return "model: { kind: gpt2, n_layer: 4, n_head: 2, n_embd: 64, block_size: 16 }".to_owned();
         }
         line.replace("steps: 50", "steps: 4")
-            .replace("steps: 60", "steps: 12")
+            .replace("steps: 60", "steps: 8")
             .replace("checkpoint_every: 10", "checkpoint_every: 4")
             .replace(".safetensors, tokenizer: gpt2", ".txt, tokenizer: bytes")
             .replace("data: { ", "data: { val: val.txt, ")
@@ -75,7 +75,9 @@ fn the_script_for_gpus_comes_to_its_table() {
         return;
     }
     let (packed, logs) = folders();
-    let sections = ["losses", "ranks", "kill9", "speed", "overlap"];
+    let sections = [
+        "losses", "ranks", "kill9", "layouts", "queues", "speed", "overlap",
+    ];
     let finished = script(packed.path(), logs.path(), &sections).start().finish();
     // A test of the worker, which is not built here.
     let missing = "gpu_nccl-overlap         NOT RUN: not packed";
@@ -88,7 +90,7 @@ fn the_script_for_gpus_comes_to_its_table() {
         .expect_stdout("all after backward")
         .expect_stdout(missing)
         .expect_stdout("DIGEST: ");
-    expect_agreement(&finished, logs.path(), 4 + 6 + 1, &[missing]);
+    expect_agreement(&finished, logs.path(), 4 + 6 + 2 + 12 + 6, &[missing]);
 }
 
 /// So many runs agree with those of the processor, and these checks alone fail.
@@ -115,7 +117,7 @@ fn with_an_older_nccl_ranks_share_the_card_as_if_on_different_hosts() {
     finished
         .expect_exit(0)
         .expect_stdout("NCCL 2.28.9; ranks share it by NCCL_HOSTID");
-    expect_agreement(&finished, logs.path(), 6 + 1, &[]);
+    expect_agreement(&finished, logs.path(), 6 + 2, &[]);
 }
 
 /// Ctrl-C, while one lane trains on one card and another trains with two ranks, below a program that watches them.

@@ -1,5 +1,5 @@
 //! Kernels of a GPU beside what the card can do: copy and matrix-product ceilings first, then each operation of a
-//! training step of GPT-2 124M and 350M and of Llama 3.2 1B in bf16, with its bytes, its floating-point operations and
+//! training step of GPT-2 124M and 350M, Llama 3.2 1B and 3 8B in bf16, with its bytes, its floating-point operations and
 //! its share of the roofline.
 //!
 //! ```text
@@ -78,7 +78,10 @@ impl Plan {
             copied: 1 << 29,
             side: 8192,
             models: vec![("124M", model(768, 12)), ("350M", model(1024, 16))],
-            llamas: vec![("3.2 1B", Llama::of([4, 2048, 32, 8, 64], 8192))],
+            llamas: vec![
+                ("3.2 1B", Llama::of([4, 2048, 32, 8, 64], 8192)),
+                ("3 8B", Llama::of([2, 4096, 32, 8, 128], 14_336)),
+            ],
         }
     }
 

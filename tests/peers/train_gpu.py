@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""GPT-2 training steps in PyTorch on one GPU, for comparison: scaled_dot_product_attention by each of its two fast back
-ends, bf16 autocast, fused AdamW, gradient clipping, compiled and eager. Prints tokens/s and writes each as JSON when it
-is known, the rates that matter most first. What there is no time left for is not measured, and the exit status is 1.
+"""Training steps of GPT-2 and of four layers of Llama 8B in PyTorch on one GPU, for comparison:
+scaled_dot_product_attention by each of its two fast back ends, bf16 autocast, fused AdamW, gradient clipping, compiled
+and eager. Prints tokens/s and writes each as JSON when it is known, the rates that matter most first. What there is no
+time left for is not measured, and the exit status is 1.
 
-    gpt2_gpu.py --out peers.json --tokens FILE [--seconds 200] [--batches 32 16] [--sizes 124m 350m]
-                [--kinds compiled eager] [--backends flash cudnn]
-    gpt2_gpu.py --compile-only --tokens FILE ...     only fills the compiler's cache (TORCHINDUCTOR_CACHE_DIR), as far
+    train_gpu.py --out peers.json --tokens FILE [--seconds 200] [--samples 124m=32 350m=16 llama8b=1]
+                 [--kinds compiled eager] [--backends flash cudnn]
+    train_gpu.py --compile-only --tokens FILE ...    only fills the compiler's cache (TORCHINDUCTOR_CACHE_DIR), as far
                                                      as the time goes: a later call with the same sizes starts sooner
 
 The file is one that `ddp-train tokenize` makes: the same tokens as in the runs that are compared.
@@ -31,9 +32,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-# Layers, heads, width.
-SIZES = {"124m": (12, 12, 768), "350m": (24, 16, 1024)}
-SEQUENCE, VOCABULARY = 1024, 50304
+VOCABULARY = 50304
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 # Rounds of a measurement, of which the median counts, and steps of each.
 ROUNDS, STEPS = 5, 10
@@ -61,9 +60,9 @@ class Block(nn.Module):
 
 
 class GPT2(nn.Module):
-    def __init__(self, layers, heads, width):
+    def __init__(self, positions, layers, heads, width):
         super().__init__()
-        self.wte, self.wpe = nn.Embedding(VOCABULARY, width), nn.Embedding(SEQUENCE, width)
+        self.wte, self.wpe = nn.Embedding(VOCABULARY, width), nn.Embedding(positions, width)
         self.blocks = nn.ModuleList(Block(heads, width) for _ in range(layers))
         self.ln_f = nn.LayerNorm(width)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
@@ -76,6 +75,54 @@ class GPT2(nn.Module):
         return F.cross_entropy(self.head(self.ln_f(x)).flatten(0, 1), targets.flatten())
 
 
+def linear(inputs, outputs):
+    return nn.Linear(inputs, outputs, bias=False)
+
+
+class LlamaBlock(nn.Module):
+    def __init__(self, heads, kv_heads, width, inner):
+        super().__init__()
+        self.head = width // heads
+        self.parts = [heads * self.head, kv_heads * self.head, kv_heads * self.head]
+        self.norm_1, self.norm_2 = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.qkv, self.proj = linear(width, sum(self.parts)), linear(width, width)
+        self.gate_up, self.down = linear(width, 2 * inner), linear(inner, width)
+
+    def forward(self, x, cos, sin):
+        def rotated(y):
+            a, b = y.chunk(2, dim=-1)
+            return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(y)
+
+        b, t, c = x.shape
+        q, k, v = (part.view(b, t, -1, self.head).transpose(1, 2)
+                   for part in self.qkv(self.norm_1(x)).split(self.parts, dim=2))
+        y = F.scaled_dot_product_attention(rotated(q), rotated(k), v, is_causal=True, enable_gqa=True)
+        x = x + self.proj(y.transpose(1, 2).reshape(b, t, c))
+        gate, up = self.gate_up(self.norm_2(x)).chunk(2, dim=-1)
+        return x + self.down(F.silu(gate) * up)
+
+
+class Llama(nn.Module):
+    def __init__(self, positions, layers, heads, kv_heads, width, inner):
+        super().__init__()
+        self.wte, self.head = nn.Embedding(VOCABULARY, width), linear(width, VOCABULARY)
+        self.blocks = nn.ModuleList(LlamaBlock(heads, kv_heads, width, inner) for _ in range(layers))
+        self.norm = nn.RMSNorm(width)
+        size = width // heads
+        angles = torch.outer(torch.arange(positions), 500000.0 ** (-torch.arange(0, size, 2) / size))
+        self.register_buffer("cos", angles.cos())
+        self.register_buffer("sin", angles.sin())
+
+    def forward(self, tokens, targets):
+        x = self.wte(tokens)
+        for block in self.blocks:
+            x = block(x, self.cos, self.sin)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+
+
+# The model, positions of a sample, and what else the model is made of.
+SIZES = {"124m": (GPT2, 1024, 12, 12, 768), "350m": (GPT2, 1024, 24, 16, 1024),
+         "llama8b": (Llama, 8192, 4, 32, 8, 4096, 14336)}
 # What is measured: a size, `compiled` or `eager`, and the back end of attention.
 Variant = collections.namedtuple("Variant", "size kind backend")
 
@@ -83,11 +130,12 @@ Variant = collections.namedtuple("Variant", "size kind backend")
 def prepare(variant, text):
     """The model's parameters, and a function that computes their gradients. `text`: ids of a batch, and one more."""
     torch.manual_seed(1337)
-    model = GPT2(*SIZES[variant.size]).cuda()
+    kind, positions, *others = SIZES[variant.size]
+    model = kind(positions, *others).cuda()
     # A second size must not be taken for a first one whose sizes vary.
     torch.compiler.reset()
     run = torch.compile(model, dynamic=False) if variant.kind == "compiled" else model
-    tokens, targets = text[:-1].view(-1, SEQUENCE), text[1:].view(-1, SEQUENCE)
+    tokens, targets = text[:-1].view(-1, positions), text[1:].view(-1, positions)
 
     def gradients():
         # With one back end allowed, PyTorch fails rather than take another.
@@ -137,7 +185,7 @@ def compile_all(args, texts):
 
 def variants(args, kinds):
     """The ones that matter most first."""
-    return [Variant(size, kind, backend) for kind in kinds for size in args.sizes for backend in args.backends]
+    return [Variant(size, kind, backend) for kind in kinds for size in args.samples for backend in args.backends]
 
 
 Outcome = collections.namedtuple("Outcome", "value problem")
@@ -196,18 +244,19 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", help="where the rates go, as JSON")
     parser.add_argument("--tokens", required=True, help="a token file")
-    parser.add_argument("--batches", nargs=2, type=int, default=[32, 16], help="samples of a step, of 124m and of 350m")
     parser.add_argument("--seconds", type=float, default=math.inf, help="how long all of it may take")
-    parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES))
+    parser.add_argument("--samples", nargs="+", default=["124m=32", "350m=16"], metavar="SIZE=NUMBER",
+                        help=f"of a step; sizes are {', '.join(SIZES)}")
     parser.add_argument("--kinds", nargs="+", choices=["compiled", "eager"], default=["compiled", "eager"])
     parser.add_argument("--backends", nargs="+", choices=list(BACKENDS), default=list(BACKENDS))
     parser.add_argument("--compile-only", action="store_true", help="measure nothing, fill the compiler's cache")
     args = parser.parse_args()
     if not args.compile_only and not args.out:
         parser.error("--out is needed, unless --compile-only is there")
+    args.samples = {size: int(number) for size, number in (words.split("=") for words in args.samples)}
     # What a user would set: tf32 where f32 is left.
     torch.set_float32_matmul_precision("high")
-    texts = {size: tokens_of(args.tokens, batch * SEQUENCE + 1).cuda() for size, batch in zip(SIZES, args.batches)}
+    texts = {size: tokens_of(args.tokens, number * SIZES[size][1] + 1).cuda() for size, number in args.samples.items()}
     if args.compile_only:
         compile_all(args, texts)
     else:
