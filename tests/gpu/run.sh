@@ -7,7 +7,7 @@
 #
 # call-a: do several ranks work, in every layout, on one card? call-b: does one rank compute right, and how fast is it
 # beside PyTorch? call-c: what holds it up, do kernels race, and how fast are the layers of Llama 8B? They may share a
-# LOG-FOLDER. Without a name, all sections run that 540 s are enough for.
+# LOG-FOLDER. Without a name, the sections run that fit into 540 s.
 #
 # Sections that check function run in two lanes beside each other, those of one process and those of several ranks, and
 # PyTorch compiles in a third one what `peers` measures; then the other sections, each alone. Each has a limit, and what

@@ -2,8 +2,9 @@
 # What each section of tests/gpu/run.sh checks, with the words of lanes.sh: `check NAME LIMIT COMMAND...`.
 #
 # The script that reads this sets `packed` and `logs` (folders), `run` (the program), `steps` and `precision` (of `speed`),
-# `batches` (of `speed` and `peers`, by the model's size), `turns` (steps of `ranks`), `cards` (how many there are),
+# `batches` (of `speed` and `peers`, by the model's size), `turns` (steps of several ranks), `cards` (how many there are),
 # `sharing` (how ranks may share one: `nccl` or `hosts`), and `nccl_of_user` (NCCL's variables before the script set them).
+# Its `asked` says which sections are to run.
 
 # What `speed` trains 124M with once more, each to be compared with 124M without: NAME, then VARIABLE=VALUE of the
 # environment or KEY=VALUE of the configuration. report.py finds them by their logs.
