@@ -126,20 +126,17 @@ section_queues() {
     done
 }
 
-# A rank is killed: first every other one names it; then, in the middle of a run, the job is restarted, goes on from the
-# checkpoint, and comes to the end with the processor's losses. Both with whole models and in a pipeline.
+# A rank is killed: first every other one names it, also in a pipeline; then, in the middle of a run, the job is
+# restarted, goes on from the checkpoint, and comes to the end with the processor's losses.
 section_kill9() {
     local endless=(train.steps=1000000 train.checkpoint_every=0)
     training kill9-named 3 ranks.yaml train.micro_batch=2 "${endless[@]}"
     killing kill9-named 25 0 named
     training kill9-named-pp-tp 4 ranks.yaml "${one_replica[@]}" "$stages=2" "$tensor" "${endless[@]}"
     killing kill9-named-pp-tp 25 0 named
-    training kill9-restart 2 ranks.yaml train.micro_batch=4
+    training kill9-restart 4 ranks.yaml "${two_replicas[@]}" "$stages=2" "$schedule=zbv"
     killing kill9-restart 30 3 restart
     agrees kill9-restart f32 ranks-cpu
-    training kill9-restart-pp 2 ranks.yaml "${one_replica[@]}" "$stages=2" "$schedule=zbv"
-    killing kill9-restart-pp 30 3 restart
-    agrees kill9-restart-pp f32 ranks-cpu
 }
 
 # A scene of kill9.py with `command` as a check: NAME LIMIT RESTARTS SCENE. It is told a little less than the limit, so that
