@@ -12,7 +12,7 @@ use super::keys;
 use super::problem::{ConfigError, Problem};
 use super::schema::{
     Accumulate, LearningRate, LrScaling, Model, ModelKind, OptimizerKind, OptimizerOffload, Parallel, Paths,
-    Pipeline, Precision, Resume, Run, Strategy, Train, TrainConfig, section,
+    Pipeline, Precision, Resume, Run, Strategy, Sync, Train, TrainConfig, section,
 };
 use super::source::Source;
 use crate::data::{DataError, HELD_OUT_PART, Tokens, Vocabulary};
@@ -117,6 +117,7 @@ const CONDITIONS: &[Condition] = &[
     ("train.schedule.decay_steps", "`train.schedule.kind: wsd`", |c| c.train.schedule.kind == LearningRate::Wsd),
     ("train.base_batch", "`train.lr_scaling: linear`", |c| c.train.lr_scaling == LrScaling::Linear),
     ("parallel.sync", "`parallel.strategy: ddp`", |c| c.parallel.strategy == Strategy::Ddp),
+    ("parallel.sync_each_batch", "`parallel.strategy: ddp`, `parallel.sync: bucketed` and one pipeline stage", |c| c.parallel.strategy == Strategy::Ddp && c.parallel.sync == Sync::Bucketed && c.parallel.pipeline.stages == 1),
     ("parallel.reduce_dtype", "`train.precision: bf16`", |c| c.train.precision == Precision::Bf16),
     ("parallel.shard_group", "`parallel.strategy: zero1`, `zero2` or `zero3`", |c| c.parallel.strategy != Strategy::Ddp),
     ("parallel.accumulate", "`parallel.strategy: zero2` or `zero3`", holds_shards),

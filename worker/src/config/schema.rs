@@ -234,6 +234,8 @@ sections! {
         pipeline { Pipeline };
         /// How gradients are averaged.
         sync: Sync = "bucketed";
+        /// `ddp`: sum the gradients of every micro-batch, not of a step, as PyTorch does without `no_sync`.
+        sync_each_batch: bool = false;
         /// Communicate while backward runs.
         overlap: bool = true;
         /// Size of a gradient bucket, MiB.

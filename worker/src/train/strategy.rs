@@ -32,7 +32,8 @@ pub(super) struct ShardingStrategy {
     /// [`Strategy::Ddp`] where nothing can be sharded.
     pub(super) strategy: Strategy,
     pub(super) mesh: MeshShape,
-    /// What is held of the gradients of other ranks' parameters. With `None` all ranks get all sums.
+    /// What is held of the gradients of other ranks' parameters. With `None` all ranks get all sums, and with `ddp` and
+    /// `Sharded`, in every micro-batch.
     pub(super) accumulate: Option<Accumulate>,
 }
 
@@ -44,13 +45,14 @@ impl ShardingStrategy {
             _ => parallel.strategy,
         };
         // In a pipeline a chunk may be done with all micro-batches before another one is with the first.
-        let is_full = (parallel.accumulate == Accumulate::Full && micro_batches > 1)
-            || mesh.size(&[Axis::Pipeline]) > 1;
+        let is_pipeline = mesh.size(&[Axis::Pipeline]) > 1;
+        let is_full = (parallel.accumulate == Accumulate::Full && micro_batches > 1) || is_pipeline;
+        let syncs_each = parallel.sync_each_batch && micro_batches > 1 && !is_pipeline;
         Self {
             strategy,
             mesh,
             accumulate: match strategy {
-                Strategy::Ddp => None,
+                Strategy::Ddp => syncs_each.then_some(Accumulate::Sharded),
                 Strategy::Zero1 => Some(Accumulate::Full),
                 Strategy::Zero2 | Strategy::Zero3 if is_full => Some(Accumulate::Full),
                 Strategy::Zero2 | Strategy::Zero3 => Some(Accumulate::Sharded),
@@ -78,9 +80,11 @@ impl ShardingStrategy {
     pub(super) fn sharding(&self, layout: &GradientLayout, rank: usize) -> Sharding {
         let shard = self.shard_ranks();
         match (self.strategy, self.accumulate) {
-            (Strategy::Ddp, _) => Sharding::replicated(layout),
+            (Strategy::Ddp, None) => Sharding::replicated(layout),
             (Strategy::Zero2, Some(Accumulate::Sharded)) => Sharding::of_parts(layout, shard, rank),
-            (Strategy::Zero1 | Strategy::Zero2, _) => Sharding::of_buckets(layout, shard, rank),
+            (Strategy::Ddp | Strategy::Zero1 | Strategy::Zero2, _) => {
+                Sharding::of_buckets(layout, shard, rank)
+            }
             (Strategy::Zero3, _) => Sharding::of_groups(layout, shard, rank),
         }
     }

@@ -241,6 +241,9 @@ fn padded_units(job: &Job, world: usize) -> (usize, usize) {
     let layout = GradientLayout::of_model(&model, &layout).unwrap();
     let is_full = config.parallel.accumulate == Accumulate::Full && config.train.grad_accumulation > 1;
     let sharding = match config.parallel.strategy {
+        Strategy::Ddp if config.parallel.sync_each_batch && config.train.grad_accumulation > 1 => {
+            Sharding::of_buckets(&layout, 1, 0)
+        }
         Strategy::Ddp => Sharding::replicated(&layout),
         Strategy::Zero2 if !is_full => Sharding::of_parts(&layout, world, 0),
         Strategy::Zero1 | Strategy::Zero2 => Sharding::of_buckets(&layout, world, 0),
@@ -267,8 +270,12 @@ fn check_traffic(job: &Job, world: usize, multiples: (usize, usize), again: usiz
     for line in &trained.metrics {
         let (parallel, k) = (&config.parallel, config.train.grad_accumulation);
         let what = format!(
-            "step {}, {:?} {:?}, reshard {}, {k} micro-batches, {world} ranks",
-            line.step, parallel.strategy, parallel.accumulate, parallel.reshard_after_forward
+            "step {}, {:?} {:?} {}, reshard {}, {k} micro-batches, {world} ranks",
+            line.step,
+            parallel.strategy,
+            parallel.accumulate,
+            parallel.sync_each_batch,
+            parallel.reshard_after_forward
         );
         let sent = line.wire_bytes;
         assert_eq!((sent.grads, sent.params), (grads, params), "{what}");
@@ -282,8 +289,10 @@ fn traffic_of_all(types: (Precision, ReduceDtype), worlds: &[usize]) {
     type Multiples = fn(usize) -> ((usize, usize), usize);
     // The blocks are gathered again for backward. The head and the tied weight are still there, as backward begins
     // with them, and positions are not read: 3k, less these.
-    let table: [(Strategy, Accumulate, bool, Multiples); 8] = [
-        (Strategy::Ddp, Sharded, true, |_| ((2, 0), 0)),
+    let table: [(Strategy, Accumulate, bool, Multiples); 9] = [
+        (Strategy::Ddp, Full, true, |_| ((2, 0), 0)),
+        // `sync_each_batch`: `no_sync` saves (k - 1)/k of this.
+        (Strategy::Ddp, Sharded, true, |k| ((2 * k, 0), 0)),
         (Strategy::Zero1, Sharded, true, |_| ((1, 1), 0)),
         (Strategy::Zero2, Sharded, true, |k| ((k, 1), 0)),
         (Strategy::Zero2, Full, true, |_| ((1, 1), 0)),
@@ -303,6 +312,7 @@ fn traffic_of_all(types: (Precision, ReduceDtype), worlds: &[usize]) {
                     c.train.grad_accumulation = k;
                     c.parallel.accumulate = accumulate;
                     c.parallel.reshard_after_forward = reshard;
+                    c.parallel.sync_each_batch = (strategy, accumulate) == (Strategy::Ddp, Sharded);
                 });
                 let (all, again) = multiples(k);
                 check_traffic(&job, world, all, again);

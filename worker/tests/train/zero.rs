@@ -125,3 +125,18 @@ fn one_rank_alone_is_every_strategy() {
         assert_close(&reference, &run(Accumulate::Sharded), &format!("{strategy:?}"));
     }
 }
+
+#[test]
+fn sums_of_every_micro_batch_are_the_same_numbers_whether_they_are_sharded_or_not() {
+    let run = |strategy, each_batch| {
+        let job = job(strategy, |c| {
+            c.train.grad_accumulation = 2;
+            c.train.grad_clip = Some(0.8);
+            c.parallel.sync_each_batch = each_batch;
+        });
+        job.train(3)
+    };
+    let each = run(Strategy::Ddp, true);
+    assert_same(&each, &run(Strategy::Zero2, false), "zero2");
+    assert_close(&each, &run(Strategy::Ddp, false), "once a step");
+}

@@ -7,7 +7,7 @@
 //! |---|---|---|---|
 //! | all gradients | in its place | in place: all-reduced, or reduce-scattered to owners | is there |
 //! | all, in a wider type than crosses the wire | in its place | narrowed, in a slot | own part is widened into its place |
-//! | its shard (ZeRO-2, -3) | in a slot | in that slot | own part is copied into the shard, or added to it |
+//! | its shard (ZeRO-2, -3), or all (`sync_each_batch`) | in a slot | in that slot | copied into the shard, or added to it |
 //!
 //! What ranks beyond the data-parallel ones have a part of ([`CopyGroup::summed`]) is summed over them first, where it
 //! was contributed, when the unit is complete. With several copies of the state, what is stored for the last time in a
@@ -33,11 +33,6 @@ use crate::parallel::{ArenaShare, CopyGroup, GradientLayout, ReplicaSet, ShardUn
 
 /// Slots for units that follow each other: one is computed while another is in flight.
 const IN_TURN: usize = 2;
-
-/// True if gradients of other ranks' parameters exist in slots only.
-pub(super) fn is_staged(sharding: &Sharding, accumulate: Accumulate) -> bool {
-    sharding.world() > 1 && accumulate == Accumulate::Sharded
-}
 
 /// What one reduction carries: parameters that lie side by side.
 struct Reduction {
@@ -89,7 +84,7 @@ impl PartialSum {
 }
 
 impl Reduction {
-    /// The units of the sharding; where nothing is sharded, `sync` decides.
+    /// The units of the sharding; where nothing is sharded, `sync` decides: what is summed in every micro-batch has buckets.
     fn all(layout: &GradientLayout, sharding: &Sharding, sync: Sync, groups: &[CopyGroup]) -> Vec<Self> {
         let unit = |range: Range<usize>, own: Range<usize>, params: &[ParamId], tag| Self {
             partial: PartialSum::all((range.start, params), layout, sharding, groups),
@@ -259,7 +254,7 @@ impl GradUnits {
         sharding: &Arc<Sharding>,
         (accumulate, sync): (Accumulate, Sync),
     ) -> Result<Self, ReduceError> {
-        let is_staged = is_staged(sharding, accumulate);
+        let is_staged = accumulate == Accumulate::Sharded;
         let reductions = Reduction::all(layout, sharding, sync, &set.copy_groups);
         let (sizes, choice) = slots_of(&reductions, layout, is_staged);
         let shared = |name, dtype: DType, len| {

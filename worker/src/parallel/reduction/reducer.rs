@@ -18,7 +18,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::grad_units::{GradUnits, Round, is_staged};
+use super::grad_units::{GradUnits, Round};
 use super::readiness::{Readiness, ReduceError};
 use super::use_accumulators::UseAccumulators;
 use crate::collective::{Communicator, WorkError};
@@ -35,7 +35,7 @@ pub struct ReducerConfig {
     pub sync: Sync,
     /// Launch while gradients are still being computed; otherwise all at the end.
     pub overlap: bool,
-    /// What is held of the gradients of other ranks' parameters, where ranks own parts.
+    /// What is held of the gradients of other ranks' parameters; with [`Accumulate::Sharded`], every micro-batch is summed.
     pub accumulate: Accumulate,
     /// Most micro-batches of a step. With several that are added up here, each use of a tied parameter has a sum of its own.
     pub micro_batches: usize,
@@ -150,7 +150,7 @@ impl Reducer {
         sharding: &Arc<Sharding>,
         config: ReducerConfig,
     ) -> Result<Self, ReduceError> {
-        let is_staged = is_staged(sharding, config.accumulate);
+        let is_staged = config.accumulate == Accumulate::Sharded;
         let mut ids = layout.order().iter();
         if let Some(id) = ids.find(|id| is_staged && layout.spec(**id).is_shared_by_stages()) {
             let name = &layout.spec(*id).name;

@@ -97,7 +97,7 @@ pub(super) fn under(config: &TrainConfig, strategy: Strategy) -> TrainConfig {
     let mut config = config.clone();
     config.parallel.strategy = strategy;
     if strategy != Strategy::Ddp {
-        config.parallel.sync = Sync::Bucketed;
+        (config.parallel.sync, config.parallel.sync_each_batch) = (Sync::Bucketed, false);
     }
     config
 }
