@@ -47,16 +47,20 @@ pub fn grouped(number: u64) -> String {
 
 /// A size in binary units: `12.3 MiB`.
 pub fn bytes(number: u64) -> String {
-    const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
-    let mut value = number as f64;
-    let mut unit = 0;
-    while value >= 1024.0 && unit + 1 < UNITS.len() {
-        value /= 1024.0;
-        unit += 1;
-    }
-    match unit {
-        0 => format!("{number} B"),
-        _ => format!("{value:.1} {}", UNITS[unit]),
+    scaled(number, 1024.0, "i")
+}
+
+/// A size in decimal units, as papers and data sheets have it: `12.9 MB`.
+pub fn decimal_bytes(number: u64) -> String {
+    scaled(number, 1000.0, "")
+}
+
+fn scaled(number: u64, base: f64, infix: &str) -> String {
+    let value = number as f64;
+    let mut units = [(4, "T"), (3, "G"), (2, "M"), (1, "K")].into_iter();
+    match units.find(|(power, _)| value >= base.powi(*power)) {
+        Some((power, prefix)) => format!("{:.1} {prefix}{infix}B", value / base.powi(power)),
+        None => format!("{number} B"),
     }
 }
 
@@ -132,6 +136,10 @@ mod tests {
         assert_eq!(
             [12, 2048, 10_485_760, 3 << 40].map(bytes),
             ["12 B", "2.0 KiB", "10.0 MiB", "3.0 TiB"]
+        );
+        assert_eq!(
+            [999, 12_900_000, 160_000_000_000].map(decimal_bytes),
+            ["999 B", "12.9 MB", "160.0 GB"]
         );
         assert_eq!(
             [0.0, 7.4, 999.4, 999.6, 9999.0, 45_678.0, 432_100.0, 1_234_567.0].map(rate),

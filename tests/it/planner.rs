@@ -34,6 +34,7 @@ fn the_best_layouts_of_machines_are_listed_with_how_to_choose_them() {
      gathered             0 B        0 B        0 B    3.2 GiB
      gradients      128.8 GiB  128.8 GiB    3.8 GiB    5.2 GiB
      optimizer      772.7 GiB   12.1 GiB   12.1 GiB   12.1 GiB
+       B/parameter       16.0        4.2        2.3        0.3
      activations    227.0 GiB  227.0 GiB  227.0 GiB  227.0 GiB
      on the device    1.2 TiB  496.7 GiB  371.7 GiB  249.5 GiB
      fits                  no         no         no         no
@@ -97,6 +98,39 @@ fn machines_and_data_need_not_be_here() {
     )
     .expect_exit(0)
     .expect_stdout("No strategy fits into 9.3 GiB, not even with recomputation and an offloaded optimizer");
+}
+
+/// Tables of papers: 16 bytes per parameter, in GB; and what one collective costs.
+#[test]
+fn what_a_paper_says_can_be_read_off() {
+    let job = TinyJob::with(str::to_owned);
+    let sets =
+        "--set model.n_layer=12 --set model.n_embd=768 --set model.n_head=12 --set model.vocab_size=50304";
+    let types = "--set train.precision=bf16 --set parallel.reduce_dtype=bf16";
+    let words = format!("tiny.yaml --nproc-per-node 2 --units gb --memory 80GB {sets} {types}");
+    plan(job.dir(), words.split(' '))
+        .expect_exit(0)
+        .expect_stdout("78.0 GB of 80.0 GB for training")
+        .expect_stdout("B/parameter      16.0      10.0       9.9       8.9");
+    let words = "--collective all-reduce --bytes 64MiB --ranks 8 --link 900GB/s --network 50GB/s";
+    let found = plan(job.dir(), words.split(' '));
+    insta::assert_snapshot!(found.expect_exit(0).stdout().join("\n"), @r"
+    sent per rank   117,440,512 B, by a ring in 14 steps
+    time, at least  0.130 ms at `--link`
+    time, at least  2.35 ms at `--network`
+    ");
+    plan(
+        job.dir(),
+        "--collective all-gather --bytes 64MiB --ranks 8".split(' '),
+    )
+    .expect_exit(0)
+    .expect_stdout("58,720,256 B, by a ring in 7 steps");
+    plan(
+        job.dir(),
+        "tiny.yaml --collective all-reduce --bytes 1MB --ranks 2".split(' '),
+    )
+    .expect_exit(2)
+    .expect_stderr("cannot be used with");
 }
 
 #[test]

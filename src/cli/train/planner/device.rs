@@ -36,7 +36,7 @@ pub(super) struct DeviceArgs {
     pub(super) mfu: f64,
     /// Bandwidth from a rank to the other ranks of its node, for example `450GB/s`
     #[arg(long, value_name = "RATE", value_parser = quantity::bytes_a_second)]
-    link: Option<f64>,
+    pub(super) link: Option<f64>,
 }
 
 /// What is known of a device: flags first, then the data sheet of the one that is named or found.

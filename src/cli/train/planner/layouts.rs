@@ -2,23 +2,23 @@
 
 use std::fmt::Write as _;
 
-use ddp_proto::words::{bytes, counted, grouped};
+use ddp_proto::words::{counted, grouped};
 
-use super::report;
+use super::report::{self, Context};
 use crate::cli::native::{Axis, Candidate, FoundLayout, LayoutSearch};
 
 /// Most layouts that are listed as too large.
 const MAX_NAMED: usize = 5;
 
 /// A table with one layout per column. `memory` is the memory of a device.
-pub(super) fn text(search: &LayoutSearch, memory: u64, bounds: [&str; 2]) -> String {
-    let memory = bytes(memory);
+pub(super) fn text(search: &LayoutSearch, memory: u64, context: &Context) -> String {
+    let (bytes, memory) = (context.bytes, (context.bytes)(memory));
     let mut text = match &search.best[..] {
         [] => format!("No layout fits into {memory}.\n"),
         [first, others @ ..] => format!(
             "The best layouts for {} samples per step:\n{}\n{}{}",
             grouped(first.candidate.batch.samples()),
-            table(search, bounds),
+            table(search, context),
             recommendation(first, others.first()),
             alternatives(others)
         ),
@@ -94,7 +94,8 @@ fn schedule(candidate: &Candidate) -> Option<&str> {
     (candidate.layers.len() > 1).then_some(candidate.schedule)
 }
 
-fn table(search: &LayoutSearch, [least, most]: [&str; 2]) -> String {
+fn table(search: &LayoutSearch, context: &Context) -> String {
+    let (bytes, [least, most]) = (context.bytes, report::bounds(context.mfu));
     let row = |title: &str, cell: &dyn Fn(&Candidate) -> String| -> Vec<String> {
         let cells = search.best.iter().map(|found| cell(&found.candidate));
         std::iter::once(title.to_owned()).chain(cells).collect()

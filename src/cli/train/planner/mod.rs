@@ -13,11 +13,13 @@ mod layouts;
 mod quantity;
 mod report;
 
-use std::path::PathBuf;
+use std::fmt::Write as _;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::Args;
+use ddp_proto::words::{bytes, decimal_bytes, grouped};
 
 use crate::cli::answer;
 use crate::cli::error::CliError;
@@ -42,8 +44,8 @@ const RANKS_A_NODE: u32 = 8;
 #[derive(Debug, Args)]
 pub(super) struct PlanArgs {
     /// The configuration; its data need not exist
-    #[arg(value_name = "FILE.yaml")]
-    config: PathBuf,
+    #[arg(value_name = "FILE.yaml", required_unless_present = "collective")]
+    config: Option<PathBuf>,
     /// Override one value, for example `--set train.micro_batch=4`; may be repeated
     #[arg(long = "set", value_name = "KEY=VALUE", value_parser = values::assignment)]
     overrides: Vec<String>,
@@ -62,11 +64,45 @@ pub(super) struct PlanArgs {
     /// Number of layouts to show, the best first
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=MAX_LAYOUTS))]
     layouts: u32,
+    /// Units of sizes: `gib` are powers of 1,024, `gb` of 1,000
+    #[arg(long, value_name = "UNITS", default_value = "gib", value_parser = ["gib", "gb"])]
+    units: String,
+    /// Instead of a run: the cost of one all-reduce, reduce-scatter or all-gather
+    #[arg(long, value_name = "NAME", requires_all = ["bytes", "ranks"], value_parser = ["all-reduce", "reduce-scatter", "all-gather"])]
+    #[arg(conflicts_with_all = ["config", "overrides", "nnodes", "nproc_per_node"])]
+    collective: Option<String>,
+    /// With `--collective`: size of the whole buffer
+    #[arg(long, value_name = "SIZE", requires = "collective", value_parser = quantity::size)]
+    bytes: Option<u64>,
+    /// With `--collective`: number of ranks
+    #[arg(long, value_name = "N", requires = "collective", value_parser = clap::value_parser!(u32).range(2..=MAX_COUNT))]
+    ranks: Option<u32>,
 }
 
 /// Main of `ddp-train plan`.
 pub(super) fn run(args: &PlanArgs) -> ExitCode {
-    answer::give_or_fail(plan(args))
+    answer::give_or_fail(match &args.config {
+        Some(config) => plan(args, config),
+        None => Ok(collective(args)),
+    })
+}
+
+/// What a ring sends of a buffer of S bytes (Patarasuk and Yuan 2009): each of N ranks sends S/N in a step, in N − 1 steps
+/// to reduce-scatter and in as many to gather. No algorithm sends less.
+fn collective(args: &PlanArgs) -> String {
+    let (size, ranks) = (args.bytes.unwrap_or(0), args.ranks.unwrap_or(2));
+    let is_all_reduce = args.collective.as_deref() == Some("all-reduce");
+    let steps = (1 + u32::from(is_all_reduce)) * (ranks - 1);
+    let sent = f64::from(steps) * size as f64 / f64::from(ranks);
+    let exact = grouped(sent.ceil() as u64);
+    let mut text = format!("sent per rank   {exact} B, by a ring in {steps} steps\n");
+    for (flag, rate) in [("--link", args.device.link), ("--network", args.network)] {
+        if let Some(rate) = rate {
+            let time = report::duration(sent / rate / args.device.mfu);
+            let _ = writeln!(text, "time, at least  {time} at `{flag}`");
+        }
+    }
+    text
 }
 
 /// Nodes and ranks of the plan, and whether a setting gives them.
@@ -79,10 +115,9 @@ struct Size {
 
 /// Nodes, and ranks per node: from the flags, else from the `launch` section. A `nproc_per_node`
 /// such as `gpu` is ignored, because it counts the devices of this machine.
-fn size(args: &PlanArgs) -> Result<Size, CliError> {
-    let text =
-        std::fs::read_to_string(&args.config).map_err(CliError::machine("cannot read the configuration"))?;
-    let launch = Settings::from_yaml(&args.config, &text)?;
+fn size(args: &PlanArgs, config: &Path) -> Result<Size, CliError> {
+    let text = std::fs::read_to_string(config).map_err(CliError::machine("cannot read the configuration"))?;
+    let launch = Settings::from_yaml(config, &text)?;
     let of_launch = match launch.nproc_per_node {
         Some(ProcCount::Fixed(ranks)) => Some(ranks),
         _ => None,
@@ -116,9 +151,9 @@ fn size(args: &PlanArgs) -> Result<Size, CliError> {
     })
 }
 
-fn plan(args: &PlanArgs) -> Result<String, CliError> {
-    let draft = Draft::read(&args.config, &args.overrides)?;
-    let size = size(args)?;
+fn plan(args: &PlanArgs, config: &Path) -> Result<String, CliError> {
+    let draft = Draft::read(config, &args.overrides)?;
+    let size = size(args, config)?;
     let device = Planned::of(&args.device, draft.config());
     let machines = Machines {
         cluster: Cluster {
@@ -138,19 +173,18 @@ fn plan(args: &PlanArgs) -> Result<String, CliError> {
     let search = draft.layouts(&machines, args.layouts as usize)?;
     progress.finish_and_clear();
     let best = search.as_ref().and_then(|search| search.best.first());
-    let mut text = report::text(
-        &comparison,
-        &machines,
-        &report::Context {
-            device: &device,
-            mfu: args.device.mfu,
-            has_default_ranks: size.is_default,
-            is_best: best.is_none_or(|best| best.candidate.batch.ranks == machines.cluster.ranks()),
-        },
-    );
+    let gb = args.units == "gb";
+    let context = report::Context {
+        device: &device,
+        bytes: if gb { decimal_bytes } else { bytes },
+        mfu: args.device.mfu,
+        has_default_ranks: size.is_default,
+        is_best: best.is_none_or(|best| best.candidate.batch.ranks == machines.cluster.ranks()),
+    };
+    let mut text = report::text(&comparison, &machines, &context);
     if let (Some(search), Some(memory)) = (&search, machines.memory) {
         text.push('\n');
-        text.push_str(&layouts::text(search, memory, report::bounds(args.device.mfu)));
+        text.push_str(&layouts::text(search, memory, &context));
     }
     Ok(text)
 }

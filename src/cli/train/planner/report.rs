@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 
-use ddp_proto::words::{bytes, counted, grouped};
+use ddp_proto::words::{counted, grouped};
 
 use super::device::Planned;
 use crate::cli::answer;
@@ -29,6 +29,8 @@ pub(super) fn bounds(mfu: f64) -> [&'static str; 2] {
 /// What the text says besides the numbers.
 pub(super) struct Context<'a> {
     pub(super) device: &'a Planned,
+    /// How sizes are written.
+    pub(super) bytes: fn(u64) -> String,
     /// Share of its rate that training reaches.
     pub(super) mfu: f64,
     /// Ranks per node are not given.
@@ -41,15 +43,15 @@ pub(super) struct Context<'a> {
 pub(super) fn text(comparison: &Comparison, machines: &Machines, context: &Context) -> String {
     let mut text = facts(comparison, machines, context);
     text.push('\n');
-    let [least, most] = bounds(context.mfu);
-    text.push_str(&strategies(comparison, [least, most]));
+    text.push_str(&strategies(comparison, context));
     text.push('\n');
-    text.push_str(&advice(comparison, machines, context.is_best));
+    text.push_str(&advice(comparison, machines, context));
     text
 }
 
 /// What the device has of memory and rate, and what of it training gets.
-fn of_device(machines: &Machines, Context { device, mfu, .. }: &Context) -> String {
+fn of_device(machines: &Machines, context: &Context) -> String {
+    let (device, bytes, mfu) = (context.device, context.bytes, context.mfu);
     let mut text = device.source.clone();
     if let (Some(all), Some(memory)) = (device.memory, machines.memory) {
         let _ = write!(text, "; {} of {} for training", bytes(memory), bytes(all));
@@ -59,7 +61,7 @@ fn of_device(machines: &Machines, Context { device, mfu, .. }: &Context) -> Stri
     }
     if let Some(flops) = device.flops {
         let _ = write!(text, "; {} TFLOP/s", shortened(flops / 1e12));
-        if *mfu < 1.0 {
+        if mfu < 1.0 {
             let _ = write!(text, ", of which training reaches {mfu}");
         }
     }
@@ -185,9 +187,9 @@ fn bandwidth(cluster: &Cluster, mfu: f64) -> String {
     rates.join(", ")
 }
 
-/// The table of strategies, one per column. `least` and `most` are appended to the titles of times
-/// and rates.
-fn strategies(comparison: &Comparison, [least, most]: [&str; 2]) -> String {
+/// The table of strategies, one per column.
+fn strategies(comparison: &Comparison, context: &Context) -> String {
+    let (bytes, [least, most]) = (context.bytes, bounds(context.mfu));
     let candidates = &comparison.candidates;
     let row = |title: &str, cell: &dyn Fn(&Candidate) -> String| -> Vec<String> {
         let cells = candidates.iter().map(cell);
@@ -199,13 +201,14 @@ fn strategies(comparison: &Comparison, [least, most]: [&str; 2]) -> String {
         let is_known = candidates.iter().any(|c| value(c).is_some());
         is_known.then(|| row(title, &|c| value(c).unwrap_or_else(|| UNKNOWN.to_owned())))
     };
-    let tokens = comparison.batch.tokens() as f64;
+    let (tokens, all) = (comparison.batch.tokens() as f64, comparison.parameters as f64);
     let mut rows = vec![
         row("", &|c| name(c).to_owned()),
         size("parameters", |c| c.estimate.held.params),
         size("gathered", |c| c.estimate.held.gathered),
         size("gradients", |c| c.estimate.held.grads),
         size("optimizer", |c| c.estimate.held.optimizer),
+        row("  B/parameter", &|c| format!("{:.1}", c.state() as f64 / all)),
         size("activations", |c| c.estimate.held.activations),
         size("on the device", |c| c.held),
         size("offloaded", Candidate::offloaded),
@@ -216,6 +219,7 @@ fn strategies(comparison: &Comparison, [least, most]: [&str; 2]) -> String {
     rows.push(size("sent per rank", |c| c.sent.total()));
     rows.push(size("  to its tensor group", |c| c.sent.along(&[Axis::Tensor])));
     rows.push(size("  to other stages", |c| c.sent.along(&[Axis::Pipeline])));
+    rows.push(size("    activations", |c| c.sent.pipeline));
     rows.extend(known("arithmetic", &|c| c.compute.map(duration)));
     rows.extend(known("tensor exchanges", &|c| c.tensor.map(duration)));
     rows.push(row("pipeline bubble", &|c| share(c.bubble)));
@@ -243,7 +247,8 @@ pub(super) fn name(candidate: &Candidate) -> &'static str {
     }
 }
 
-fn advice(comparison: &Comparison, machines: &Machines, is_best: bool) -> String {
+fn advice(comparison: &Comparison, machines: &Machines, context: &Context) -> String {
+    let bytes = context.bytes;
     let (Some(advice), Some(memory)) = (&comparison.advice, machines.memory) else {
         let flags = if machines.has_own_memory {
             "`--gpu` or `--memory`"
@@ -252,7 +257,7 @@ fn advice(comparison: &Comparison, machines: &Machines, is_best: bool) -> String
         };
         return format!("The best strategy depends on the memory of a device: set {flags}.\n");
     };
-    let [take, none] = if is_best {
+    let [take, none] = if context.is_best {
         ["Use", "No strategy"]
     } else {
         [
@@ -378,6 +383,7 @@ mod tests {
             &machines,
             &Context {
                 device: &device,
+                bytes: ddp_proto::words::bytes,
                 mfu,
                 has_default_ranks: false,
                 is_best: true,
@@ -402,6 +408,7 @@ mod tests {
          gathered                   0 B       0 B       0 B    1.2 GiB
          gradients             24.9 GiB  24.9 GiB   2.8 GiB    3.8 GiB
          optimizer             74.8 GiB   4.7 GiB   4.7 GiB    4.7 GiB
+           B/parameter             18.1       6.8       3.2        1.5
          activations           21.0 GiB  21.0 GiB  21.0 GiB   21.0 GiB
          on the device        133.1 GiB  63.0 GiB  41.0 GiB   31.4 GiB
          fits                        no       yes       yes        yes
@@ -431,6 +438,7 @@ mod tests {
          gathered             0 B        0 B        0 B    2.3 GiB
          gradients       24.9 GiB   24.9 GiB    4.4 GiB    5.4 GiB
          optimizer       49.7 GiB    6.2 GiB    6.2 GiB    6.2 GiB
+           B/parameter       16.0        9.0        5.7        2.4
          activations     83.9 GiB   83.9 GiB   83.9 GiB   83.9 GiB
          on the device  183.3 GiB  139.8 GiB  119.4 GiB  100.9 GiB
          fits                  no         no         no         no
@@ -461,6 +469,7 @@ mod tests {
          gathered             0 B       0 B       0 B   2.3 GiB
          gradients       24.8 GiB  24.8 GiB  13.7 GiB  14.7 GiB
          optimizer       49.6 GiB  24.8 GiB  24.8 GiB  24.8 GiB
+           B/parameter       16.0      12.0      10.2       8.4
          activations     10.5 GiB  10.5 GiB  10.5 GiB  10.5 GiB
          on the device  109.7 GiB  84.9 GiB  73.8 GiB  64.7 GiB
          sent per rank   24.8 GiB  24.8 GiB  24.8 GiB  36.8 GiB
