@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Records killed-rank.svg: two ranks train, one is killed, the job restarts and ends.
+"""Records killed-rank.svg: two ranks train, one is killed, the job restarts, and ends with the bits of a calm run.
 
-To re-record it, run this on an otherwise idle machine (half a minute on two cores), from the repository's root:
+To re-record it, run this on an otherwise idle machine (a minute on two cores), from the repository's root:
 
     python3 docs/pictures/src/record.py target/release/ddp-run
 
@@ -11,13 +11,15 @@ Other uses:
     python3 docs/pictures/src/record.py --check           # fails if the picture is not what --render draws
     python3 docs/pictures/src/record.py --frame 9.5 > x.svg    # the still picture after 9.5 s, to look at
 
-Recording runs the example in a terminal (a pty) of 80 columns, in `/tmp/demo`. When rank 0 has finished
-step 130 of 300, rank 1 is killed with SIGKILL. What the terminal receives, and when, goes to killed-rank.cast, which is
-an asciinema file (version 2), so `asciinema play` replays it. Its markers are the kill and the restart.
+Recording trains in `/tmp/demo`: first a run that nobody disturbs, which is not shown, then the same in a terminal (a
+pty) of 80 columns. There, rank 1 is killed with SIGKILL some steps after a checkpoint. A shell then compares the
+parameters of both. What the terminal receives, and when, goes to killed-rank.cast, which is an asciinema file
+(version 2), so `asciinema play` replays it. Its markers are the kill, the restart and the comparison.
 
 The picture renders this file with a small terminal emulator. It is an SVG with CSS animations: no script, no link, no
-embedded font. Viewers without animation (`prefers-reduced-motion`, rsvg-convert) show the end. Nothing here depends on
-the wording that ddp-run prints. On a terminal ddp-run draws a progress bar instead of printing step lines.
+embedded font. Viewers without animation (`prefers-reduced-motion`, rsvg-convert) show the end. Its title bar says by
+how much it is faster than the run was; pauses are cut shorter still. Nothing here depends on the wording that ddp-run
+prints, except that a recording with a warning is refused: it would be what people look at.
 """
 
 import argparse
@@ -43,20 +45,17 @@ ROOT = SOURCES.parents[2]
 CAST = SOURCES / "killed-rank.cast"
 PICTURE = SOURCES.parent / "killed-rank.svg"
 
-COLUMNS, ROWS = 80, 30
-STEPS, KILL_AFTER = 300, 130
-ARGUMENTS = [
-    *["--nproc-per-node", "2"],
-    *["--set", f"train.steps={STEPS}"],
-    *["--set", "train.checkpoint_every=20"],
-    "examples/single-node/train.yaml",
-]
-# What a person would have typed, on two lines.
-PROMPT = (
-    f"$ ddp-run --nproc-per-node 2 --set train.steps={STEPS} \\\r\n"
-    "    --set train.checkpoint_every=20 examples/single-node/train.yaml\r\n"
-)
-# Its name is printed with the log files; it must not exist.
+COLUMNS, ROWS = 80, 24
+STEPS, CHECKPOINT_EVERY, KILL_AFTER = 300, 50, 120
+# What a person would have typed: the run, and what is shown of it when it has ended.
+RUN = ["ddp-run", "--nproc-per-node", "2", "train.yaml", "--set", "run.out_dir=killed"]
+COMPARE = f"b2sum -l 40 */checkpoints/step_{STEPS:08}/parameters*"
+SETTINGS = {
+    "steps: 600": f"steps: {STEPS}",
+    "checkpoint_every: 100": f"checkpoint_every: {CHECKPOINT_EVERY}",
+    "../data/python-reference.txt": "python-reference.txt",
+}
+# It must not exist.
 DIRECTORY = Path("/tmp/demo")
 RECORDING_BOUND_S = 300
 
@@ -70,34 +69,54 @@ def record(binary):
     except FileExistsError:
         sys.exit(f"`{DIRECTORY}` exists: the example is run there\nhint: remove it")
     try:
-        shutil.copytree(ROOT / "examples", DIRECTORY / "examples")
-        events = run(binary, DIRECTORY)
+        shutil.copy(ROOT / "examples/data/python-reference.txt", DIRECTORY)
+        (DIRECTORY / "train.yaml").write_text(configuration())
+        run(binary, [*RUN[:-1], "run.out_dir=calm"], kills=False)
+        events = run(binary, RUN, kills=True)
+        compared = events[-1][0]
+        events.append((compared, "m", "compare"))
+        events += [(compared + at, *what) for at, *what in run("/bin/bash", ["bash", "-c", COMPARE], kills=False)]
     finally:
         shutil.rmtree(DIRECTORY)
+    shown = "".join(data for _, kind, data in events if kind == "o")
+    sums = re.findall(r"^([0-9a-f]{10})  \w+/\S+-(\d)-of-", shown, re.M)
+    if "warning" in shown or len(sums) != 4 or len(set(sums)) != 2:
+        sys.exit(f"{shown}\na warning, or sums that differ ({sums}): not what the picture shows\nhint: record it again")
     header = {"version": 2, "width": COLUMNS, "height": ROWS, "title": "ddp-run: a rank is killed, the job restarts"}
     lines = [header, *([round(at, 3), kind, data] for at, kind, data in events)]
     CAST.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
 
 
-def run(binary, directory):
+def configuration():
+    """The example with fewer steps and more checkpoints."""
+    text = (ROOT / "examples/single-node/train.yaml").read_text()
+    for old, new in SETTINGS.items():
+        if text.count(old) != 1:
+            sys.exit(f"examples/single-node/train.yaml has no `{old}`\nhint: change `SETTINGS` in {__file__}")
+        text = text.replace(old, new)
+    return text
+
+
+def run(program, command, kills):
     """What the terminal receives, as (seconds, kind, data), and the markers."""
     child, terminal = pty.fork()
     if child == 0:
-        os.chdir(directory)
+        os.chdir(DIRECTORY)
         fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
         kept = {name: os.environ[name] for name in ("PATH", "HOME", "TMPDIR") if name in os.environ}
         environment = {**kept, "TERM": "xterm-256color", "LANG": "C.UTF-8"}
-        os.execve(binary, ["ddp-run", *ARGUMENTS], environment)
+        os.execve(program, command, environment)
     decode = codecs.getincrementaldecoder("utf-8")("replace").decode
     start = time.monotonic()
-    events = [(0.0, "o", PROMPT)]
+    typed = command[-1] if command[0] == "bash" else " ".join(command)
+    events = [(0.0, "o", f"\x1b[1m$ {typed}\x1b[0m\r\n")]
     killed = restarted = None
     while True:
         at = time.monotonic() - start
         if at > RECORDING_BOUND_S:
             os.kill(child, signal.SIGTERM)
             sys.exit(f"the run did not end within {RECORDING_BOUND_S} s")
-        if killed is None and finished_steps(directory) >= KILL_AFTER:
+        if kills and killed is None and finished_steps() >= KILL_AFTER:
             killed = worker_of_rank(1, child)
             if killed:
                 os.kill(killed, signal.SIGKILL)
@@ -115,16 +134,16 @@ def run(binary, directory):
                 break
             events.append((time.monotonic() - start, "o", decode(data)))
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if code != 0 or not restarted:
+    if code != 0 or kills and not restarted:
         said = "".join(data for _, kind, data in events if kind == "o")
         sys.exit(f"{said}\nexit code {code}, killed {killed}, restarted {restarted}: not what the picture shows")
     return events
 
 
-def finished_steps(directory):
-    """Lines of the run's metrics."""
-    files = directory.glob("runs/*/*/metrics.jsonl")
-    return sum(file.read_bytes().count(b"\n") for file in files)
+def finished_steps():
+    """Lines of the metrics of the run that is shown."""
+    file = DIRECTORY / "killed/metrics.jsonl"
+    return file.read_bytes().count(b"\n") if file.exists() else 0
 
 
 def worker_of_rank(rank, launcher, other_than=None):
@@ -276,32 +295,39 @@ def runs(line):
 # Seconds of the picture.
 TRAINING_S = 9.0  # All of the run, but for the pauses below.
 LONGEST_GAP_S = 0.6  # Nothing is printed for longer than this.
-PROMPT_S = 1.2  # Before the first line.
-KILL_S = 1.5  # Between the kill and what it causes.
-READ_S = 2.5  # After the first line that it causes.
-END_S = 5.0  # At the end.
+PROMPT_S = 1.5  # After a command is typed.
+KILL_S = 2.0  # Between the kill and what it causes.
+READ_S = 3.0  # After the first line that it causes.
+END_S = 3.0  # When the run has ended.
+LAST_S = 5.5  # At the end.
 TICK_S = 0.15  # Between two pictures.
+
+
+def faster(events):
+    """By how much the run is faster in the picture than it was."""
+    return max(1.0, events[-1][0] / TRAINING_S)
 
 
 def play(events):
     """The events with the picture's times, and its length."""
-    speed = max(1.0, events[-1][0] / TRAINING_S)
     played, now, before = [], 0.0, 0.0
     killed = told = False
     for i, (at, kind, data) in enumerate(events):
         if i > 0:
-            now += min((at - before) / speed, LONGEST_GAP_S)
-        if i == 1:
-            now += PROMPT_S
+            now += min((at - before) / faster(events), LONGEST_GAP_S)
+        if kind == "m" and data == "compare":
+            now += END_S
         before = at
         played.append((now, kind, data))
-        if kind == "m" and data.startswith("kill"):
+        if i == 0 or events[i - 1][1:] == ("m", "compare"):
+            now += PROMPT_S
+        elif kind == "m" and data.startswith("kill"):
             now += KILL_S
             killed = True
         elif killed and not told and kind == "o" and is_line(data):
             now += READ_S
             told = True
-    return played, now + END_S
+    return played, now + LAST_S
 
 
 def is_line(data):
@@ -335,20 +361,21 @@ def screens(played):
 
 # The picture ------------------------------------------------------------------------------------------------------
 
-FONT_PX, LINE_PX, MARGIN_PX, BAR_PX = 14, 19, 14, 34
+FONT_PX, LINE_PX, MARGIN_PX, BAR_PX = 14, 19, 14, 30
 COLUMN_PX = FONT_PX * 0.602
 SCREEN_WIDTH = round(COLUMNS * COLUMN_PX)
 WIDTH = SCREEN_WIDTH + 2 * MARGIN_PX
 SCREEN_HEIGHT = ROWS * LINE_PX + 6
-KILL_TOP = BAR_PX + SCREEN_HEIGHT + 2 * MARGIN_PX + 10
-HEIGHT = KILL_TOP + BAR_PX + LINE_PX + 2 * MARGIN_PX - 8
+CAPTION_TOP, CAPTION_PX = BAR_PX + SCREEN_HEIGHT + 2 * MARGIN_PX - 6, 48
+HEIGHT = CAPTION_TOP + CAPTION_PX
 BASELINE_PX = 14
 BOUND_BYTES = 60_000
 
 CSS = """
 text{font:14px ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace;fill:#dfe3e8;white-space:pre}
 .frame{fill:#16181c;stroke:#6b7078}.bar{fill:#2b2f36}
-.name{font:600 13px system-ui,sans-serif;fill:#c3c8cf}.said{font:600 13px system-ui,sans-serif;fill:#ffd479}
+.name{font:13px system-ui,sans-serif;fill:#a9b0b9}.said{font:600 20px system-ui,sans-serif;fill:#ffd479}
+.typed{font-size:20px;font-weight:700;fill:#ff8080}
 .mark{fill:#6b2323}.b{font-weight:700}.d{fill:#98a0aa}
 .c1{fill:#ff8080}.c2{fill:#86d993}.c3{fill:#f0cd6b}.c4{fill:#86b8ff}.c5{fill:#d9a3f0}.c6{fill:#74d3d8}.c7{fill:#fff}
 """
@@ -406,8 +433,8 @@ def render(events, still=None):
     history, tops = screens(played)
     animation = Animation(length, still)
     markers = {data.split()[0]: (at, data) for at, kind, data in played if kind == "m"}
-    (kill_at, kill), (restart_at, _) = markers["kill"], markers["restart"]
-    end_at = length - END_S
+    (kill_at, kill), (restart_at, _), (compare_at, _) = [markers[name] for name in ("kill", "restart", "compare")]
+    done_at = compare_at - END_S
 
     screen = []
     told = first_line_after(history, kill_at)
@@ -426,51 +453,41 @@ def render(events, still=None):
                     f'<text{shown} y="{row * LINE_PX + BASELINE_PX}"{stretched(line)}>{marked_up(line)}</text>'
                 )
 
-    captions = []
     phases = [
-        (0.0, "two ranks train"),
-        (kill_at, "rank 1 is killed"),
+        (0.0, "two ranks train a GPT"),
+        (kill_at, ("another terminal: ", f"kill -9 {kill.split()[1]}")),
+        *([(told[2], "ddp-run names it and restarts both ranks")] if told else []),
         (restart_at, "both ranks resume from the last checkpoint"),
-        (end_at, "done"),
+        (done_at, "done"),
+        (compare_at, "the same bits as a run that nobody disturbed"),
     ]
-    # The restart comes at once: the picture pauses before it, and so does the caption.
+    captions = []
     for (begin, words), (end, _) in zip(phases, [*phases[1:], (None, "")]):
         shown = animation.shown(begin, end)
         if shown is not None:
+            if isinstance(words, tuple):
+                words = f'{words[0]}<tspan class="typed">{words[1]}</tspan>'
             captions.append(
-                f'<g{shown}><text class="said" x="{WIDTH - MARGIN_PX}" y="22" text-anchor="end">{words}</text></g>'
+                f'<g{shown}><text class="said" x="{WIDTH / 2:g}" y="{HEIGHT - 17}" text-anchor="middle">{words}</text></g>'
             )
-    command = animation.shown(kill_at, None)
-    y = KILL_TOP + BAR_PX + MARGIN_PX + BASELINE_PX - 2
-    killer = [f'<text x="{MARGIN_PX}" y="{y}">$</text>']
-    if command is not None:
-        # What `kill` was given, in words of a shell.
-        killer.append(
-            f'<text{command} x="{MARGIN_PX + 2 * COLUMN_PX:g}" y="{y}">kill -9 {kill.split()[1]}   # rank 1</text>'
-        )
+    speed = faster(events)
+    name = "terminal" if speed < 1.05 else f"terminal, {speed:.1f} × as fast as it was"
 
-    def window(top, height, name):
-        return (
-            f'<rect class="frame" x="0.5" y="{top + 0.5}" width="{WIDTH - 1}" height="{height - 1}" rx="8"/>'
-            f'<path class="bar" d="M1 {top + BAR_PX}V{top + 8.5}q0-7.5 7.5-7.5H{WIDTH - 8.5}q7.5 0 7.5 7.5V{top + BAR_PX}z"/>'
-            f'<text class="name" x="{MARGIN_PX}" y="{top + 22}">{name}</text>'
-        )
-
-    title = "A rank of two is killed with SIGKILL; ddp-run restarts the job, which resumes from its last checkpoint"
+    title = "A rank of two is killed with SIGKILL; ddp-run restarts the job, which ends with the bits of an undisturbed run"
     return "".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}"',
             f' role="img" xml:space="preserve"><title>{title}</title>',
             f"<style>{CSS.replace(chr(10), '')}{animation.css(tops)}</style>\n",
-            window(0, BAR_PX + SCREEN_HEIGHT + 2 * MARGIN_PX, "terminal"),
+            f'<rect class="frame" x="0.5" y="0.5" width="{WIDTH - 1}" height="{HEIGHT - 1}" rx="8"/>',
+            f'<path class="bar" d="M1 {BAR_PX}V8.5q0-7.5 7.5-7.5H{WIDTH - 8.5}q7.5 0 7.5 7.5V{BAR_PX}z"/>',
+            f'<path class="bar" d="M1 {CAPTION_TOP}V{HEIGHT - 8.5}q0 7.5 7.5 7.5H{WIDTH - 8.5}q7.5 0 7.5-7.5V{CAPTION_TOP}z"/>',
+            f'<text class="name" x="{MARGIN_PX}" y="20">{name}</text>',
             *captions,
-            f'\n<svg x="{MARGIN_PX - 6}" y="{BAR_PX + MARGIN_PX}" width="{SCREEN_WIDTH + 12}" height="{SCREEN_HEIGHT}"',
+            f'\n<svg x="{MARGIN_PX - 6}" y="{BAR_PX + MARGIN_PX - 4}" width="{SCREEN_WIDTH + 12}" height="{SCREEN_HEIGHT}"',
             f' viewBox="-6 0 {SCREEN_WIDTH + 12} {SCREEN_HEIGHT}" overflow="hidden"><g class="s">\n',
             "\n".join(screen),
-            "\n</g></svg>\n",
-            window(KILL_TOP, HEIGHT - KILL_TOP, "another terminal"),
-            *killer,
-            "</svg>\n",
+            "\n</g></svg></svg>\n",
         ]
     )
 
