@@ -194,20 +194,6 @@ fn a_batch_job_of_a_configuration_resumes() {
     );
 }
 
-#[test]
-fn the_guide_shows_the_batch_script() {
-    let script = fs::read_to_string(repository("deploy/slurm/train.sbatch")).expect("readable");
-    let guide = fs::read_to_string(repository("docs/slurm.md")).expect("readable");
-    let (_, block) = guide.split_once("```bash\n").expect("a script");
-    let (shown, _) = block.split_once("```").expect("its end");
-    let is_code = |line: &&str| {
-        let is_comment = line.starts_with('#') && !line.starts_with("#SBATCH") && !line.starts_with("#!");
-        !line.is_empty() && !is_comment
-    };
-    let code = |text: &str| -> Vec<String> { text.lines().filter(is_code).map(str::to_owned).collect() };
-    assert_eq!(code(shown), code(&script));
-}
-
 /// `srun` with its options, and `ddp-run` with two workers a node that print their places.
 fn step(bin: &Path, options: &str) -> Program {
     let place = "echo place $RANK $LOCAL_RANK $GROUP_RANK $WORLD_SIZE $TORCHELASTIC_RUN_ID";
