@@ -38,6 +38,11 @@ use tracing_subscriber::fmt::SubscriberBuilder;
 use tracing_subscriber::fmt::format::{DefaultFields, Format, Writer};
 use tracing_subscriber::fmt::time::FormatTime;
 
+/// Of all programs, with the commit.
+pub const VERSION: &str = env!("DDP_VERSION");
+/// The same, and how they were built.
+pub const LONG_VERSION: &str = concat!(env!("DDP_VERSION"), "\n", env!("DDP_BUILD"));
+
 /// Sends events to stderr, filtered by `RUST_LOG`; without it, by `default` (`off`: silence).
 pub fn init_tracing(default: &str) {
     events(default).without_time().init();

@@ -23,7 +23,7 @@ use super::launch::host::RESOLVE_TIMEOUT;
 use super::machine::limits;
 use super::token::{TokenSource, read_token_file};
 use super::values::{self, Endpoint};
-use super::{init_json_tracing, init_tracing_with_time, operators};
+use super::{LONG_VERSION, VERSION, init_json_tracing, init_tracing_with_time, operators};
 use crate::rendezvous::{self, Callers, Listener, Monitoring, Transport};
 
 /// Whose events are shown unless `RUST_LOG` says otherwise.
@@ -43,7 +43,7 @@ or a different one; 130, 143 stopped by SIGINT, SIGTERM before it served.";
 
 /// The rendezvous daemon: the nodes of a job join here.
 #[derive(Debug, Parser)]
-#[command(name = "ddp-rendezvous", version, max_term_width = 100, after_help = EXIT_CODES)]
+#[command(name = "ddp-rendezvous", version = VERSION, long_version = LONG_VERSION, max_term_width = 100, after_help = EXIT_CODES)]
 struct Args {
     #[command(subcommand)]
     command: Command,

@@ -10,6 +10,7 @@ use clap_complete::Shell;
 use super::target::TargetKind;
 use crate::cli::settings::{NAMES, Settings, nearest};
 use crate::cli::values;
+use crate::cli::{LONG_VERSION, VERSION};
 
 /// Launch distributed training and restart it after failures.
 ///
@@ -19,7 +20,7 @@ use crate::cli::values;
 /// `PET_<NAME>`, then from the YAML's `launch` section, then from Slurm (`srun --ntasks-per-node=1` needs no flags) or,
 /// with `--rdzv-endpoint`, from Kubernetes (JOB_COMPLETION_INDEX). If a flag is repeated, the last one counts.
 #[derive(Debug, Parser)]
-#[command(name = "ddp-run", version, max_term_width = 100, after_help = EXAMPLES, after_long_help = EXIT_CODES, infer_long_args = true, args_override_self = true)]
+#[command(name = "ddp-run", version = VERSION, long_version = LONG_VERSION, max_term_width = 100, after_help = EXAMPLES, after_long_help = EXIT_CODES, infer_long_args = true, args_override_self = true)]
 pub struct Args {
     #[command(flatten)]
     pub(super) settings: Settings,

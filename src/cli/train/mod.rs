@@ -18,13 +18,13 @@ use clap::{CommandFactory, Parser, Subcommand};
 use clap_complete::Shell;
 
 use crate::cli::settings::nearest;
-use crate::cli::{answer, native, values};
+use crate::cli::{LONG_VERSION, VERSION, answer, native, values};
 use doctor::gpus;
 
 /// Train a model in the foreground, plan a run, make token files, manage checkpoints, use trained models, and check the
 /// machine.
 #[derive(Debug, Parser)]
-#[command(name = "ddp-train", version, max_term_width = 100)]
+#[command(name = "ddp-train", version = VERSION, long_version = LONG_VERSION, max_term_width = 100)]
 struct Args {
     #[command(subcommand)]
     command: Command,
