@@ -10,7 +10,7 @@ python=${PYTHON:-python3}
 tools=target/packages/tools
 if [[ ! -x $tools/bin/twine ]]; then
     "$python" -m venv "$tools"
-    "$tools/bin/pip" install --quiet --disable-pip-version-check 'maturin>=1.9,<2' twine
+    "$tools/bin/pip" install --quiet --disable-pip-version-check maturin==1.16.0 twine==7.0.0
 fi
 rm -rf target/wheels
 "$tools/bin/maturin" build --release --out target/wheels
