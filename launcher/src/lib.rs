@@ -31,7 +31,7 @@ mod supervise;
 mod tcp_store;
 mod threads;
 
-pub use agent::{ExitReason, Outcome, is_ignored, run};
+pub use agent::{ExitReason, Outcome, is_ignored, run, user_name};
 pub use cgroup::{NoGroup, cpu_quota, parent_of_workers, usable_cores};
 pub use output::logs::LogError;
 pub use output::plan::{OutputPlan, PrefixTemplate, StreamSet, StreamsByRank};
@@ -39,6 +39,7 @@ pub use plan::{
     AgreedValue, BoundPlan, CoreSet, LaunchPlan, NodeRange, SignalPlan, SignalScope, WorkerCommand,
 };
 pub use preview::{Variable, environment_of, missing_program};
+pub use report::error_file::replace_file;
 pub use spawn::program::SpawnError;
 pub use supervise::ending::{Ending, signal_name};
 pub use supervise::guardian::Guardian;

@@ -285,13 +285,9 @@ impl Client {
     }
 
     /// Ends a job on all of its nodes.
-    pub async fn close(&self, job_id: &str, reason: &str) -> Result<(), ClientError> {
-        let request = CloseRequest {
-            job_id: job_id.to_owned(),
-            reason: reason.to_owned(),
-        };
+    pub async fn close(&self, request: CloseRequest) -> Result<(), ClientError> {
         let mut inner = self.inner.clone();
-        let what = format!("close job `{job_id}`");
+        let what = format!("close job `{}`", request.job_id);
         self.bounded(&what, CALL_TIMEOUT, inner.close(request))
             .await
             .map(drop)

@@ -18,8 +18,9 @@ use crate::cli::error::CliError;
 use crate::cli::machine::numa::Binding;
 use crate::cli::values::{self, Endpoint, EventLog, ProcCount, RdzvConf};
 
-/// Variables that torchrun reads beside `PET_<NAME>`, with the settings that they give.
-const VARIABLES_OF_TORCH: [(&str, &str); 2] = [
+/// Variables that are read beside `PET_<NAME>`, torchrun's and one for administrators, with the settings that they give.
+const OTHER_VARIABLES: [(&str, &str); 3] = [
+    ("metrics_file", "DDP_METRICS_FILE"),
     (
         "log_line_prefix_template",
         "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE",
@@ -255,6 +256,13 @@ settings! {
     #[arg(value_name = "FILE", help_heading = OUTPUT, hide_short_help = true)]
     event_log_handler: EventLog = values::event_log,
 
+    /// Keep the job's metrics in this file, for the textfile collector of node_exporter
+    ///
+    /// The node that hosts the rendezvous writes it every 15 s, and removes it at the end. `%j` in the name is the job's
+    /// name. DDP_METRICS_FILE gives it too.
+    #[arg(value_name = "FILE", help_heading = OUTPUT, hide_short_help = true)]
+    metrics_file: PathBuf = values::path,
+
     /// Show the job at this port of this machine, in a browser
     ///
     /// Only on the node that hosts the rendezvous, and only for connections from that machine: `http://localhost:PORT/`.
@@ -330,15 +338,15 @@ impl Settings {
     }
 }
 
-/// The variable that gives this setting, and its value: `PET_<NAME>`, or a name that torchrun reads besides.
+/// The variable that gives this setting, and its value: `PET_<NAME>`, or another name of it.
 pub(in crate::cli) fn variable(name: &str, get: impl Fn(&str) -> Option<String>) -> Option<(String, String)> {
     let own = format!("PET_{}", name.to_ascii_uppercase());
-    let of_torch = VARIABLES_OF_TORCH.iter().find(|(setting, _)| *setting == name);
+    let other = OTHER_VARIABLES.iter().find(|(setting, _)| *setting == name);
     let given = |name: String| {
         let value = get(&name).filter(|value| !value.is_empty())?;
         Some((name, value))
     };
-    given(own).or_else(|| given(of_torch?.1.to_owned()))
+    given(own).or_else(|| given(other?.1.to_owned()))
 }
 
 fn unknown_key(name: &str) -> String {

@@ -122,7 +122,7 @@ pub enum Event {
     Close {
         /// The job.
         job: String,
-        /// Why, in words.
+        /// Who ends it and why, in words.
         reason: String,
     },
     /// All entries with one prefix are to be read, now or when there are enough.

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use ddp_proto::rendezvous::{JobsReply, NodeStatus, RankProgress, StatusReply};
+use ddp_proto::rendezvous::{JobSummary, JobsReply, NodeStatus, RankProgress, StatusReply};
 use serde_json::{Value, json};
 
 /// All jobs of a daemon in numbers.
@@ -69,7 +69,7 @@ impl Bounds {
 
 /// All jobs.
 pub fn jobs(reply: &JobsReply, bounds: Bounds) -> Value {
-    let listed = reply.jobs.iter().take(bounds.jobs).map(|job| {
+    let line = |job: &JobSummary| {
         json!({
             "job": job.job_id,
             "state": job.phase,
@@ -81,10 +81,19 @@ pub fn jobs(reply: &JobsReply, bounds: Bounds) -> Value {
             "step": job.step,
             "reason": job.reason,
             "kv_bytes": job.kv_bytes,
+            "user": job.user,
+            "host": job.hostname,
+            "target": job.target,
+            "age_s": job.age_ms as f64 / 1e3,
+            "ended_s_ago": job.ended_ms.map(|ms| ms as f64 / 1e3),
+            "loss": job.loss,
+            "step_time_s": job.step_time_s,
         })
-    });
+    };
+    let listed = |jobs: &[JobSummary]| jobs.iter().take(bounds.jobs).map(line).collect::<Value>();
     json!({
-        "jobs": listed.collect::<Vec<_>>(),
+        "jobs": listed(&reply.jobs),
+        "ended": listed(&reply.ended),
         "more_jobs": left_over(reply.jobs.len(), bounds.jobs, reply.more_jobs),
     })
 }
@@ -195,6 +204,7 @@ mod tests {
             &JobsReply {
                 jobs: vec![ddp_proto::rendezvous::JobSummary::default(); 3],
                 more_jobs: 1,
+                ended: Vec::new(),
             },
             bounds,
         );

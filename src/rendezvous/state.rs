@@ -99,7 +99,7 @@ impl State {
 
     /// All jobs.
     pub fn jobs(&self, now: Duration) -> JobsReply {
-        let jobs = &self.daemon.jobs;
+        let Daemon { jobs, finished, .. } = &self.daemon;
         let listed: Vec<JobSummary> = jobs
             .values()
             .take(MAX_LISTED_JOBS)
@@ -108,6 +108,7 @@ impl State {
         JobsReply {
             more_jobs: (jobs.len() - listed.len()) as u32,
             jobs: listed,
+            ended: finished.iter().rev().filter_map(|f| f.summary(now)).collect(),
         }
     }
 

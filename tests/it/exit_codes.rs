@@ -46,6 +46,10 @@ fn nodes_that_disagree_learn_of_the_keys_that_differ_and_of_no_others() {
             .expect_stderr("nodes disagree on job `j`: `run.seed` differs between ");
         let words = finished.stderr();
         assert!(
+            words.contains("]   the job was started 0:0") && words.contains("` with `tiny.yaml`"),
+            "{words}"
+        );
+        assert!(
             words.contains(&format!("`run.seed` on this node: `{seed}`")),
             "{words}"
         );

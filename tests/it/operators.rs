@@ -468,7 +468,8 @@ fn status_shows_steps_and_losses() {
 #[test]
 fn a_job_is_closed_on_all_of_its_nodes() {
     let daemon = Watched::start(&[]);
-    let nodes = pair(&daemon, "closed", |node| node, "echo at work; sleep 600");
+    let of_a_user = |node: Launch| node.env("USER", "an\u{1b}[31mna");
+    let nodes = pair(&daemon, "closed", of_a_user, "echo at work; sleep 600");
     let mut others = pair(&daemon, "other", |node| node, "echo at work; sleep 1");
     for node in &mut others {
         node.wait_for("at work");
@@ -482,6 +483,12 @@ fn a_job_is_closed_on_all_of_its_nodes() {
         .map(|job| job["job"].as_str())
         .collect();
     assert_eq!(names, [Some("closed"), Some("other")]);
+    let said = |key: &str| jobs["jobs"][0][key].as_str();
+    assert_eq!(
+        (said("user"), said("target")),
+        (Some("anna"), Some("sh")),
+        "{jobs}"
+    );
     daemon
         .operator(&["status"])
         .run()
@@ -489,12 +496,14 @@ fn a_job_is_closed_on_all_of_its_nodes() {
         .expect_stderr("has 2 jobs: which one is meant?");
     let closed = daemon
         .operator(&["close", "closed", "--reason", "the machine is needed"])
+        .env("USER", "op\nerator")
         .run();
     closed.expect_exit(0).expect_stdout("closed job `closed`");
     for node in nodes {
         let finished = node.finish();
         finished.expect_exit(78);
-        finished.expect_stderr("an operator closed the job: the machine is needed");
+        finished.expect_stderr("operator `op\u{fffd}erator@");
+        finished.expect_stderr("` (127.0.0.1) closed the job: the machine is needed");
     }
     daemon.expect_sample("ddp_jobs_ended_total{result=\"closed\"}", 1.0);
     for node in others {
@@ -505,7 +514,13 @@ fn a_job_is_closed_on_all_of_its_nodes() {
         .expect_exit(2)
         .expect_stderr("job `closed` is not at this daemon, or is over already")
         .expect_stderr("hint: `ddp-rendezvous jobs` lists them");
-    daemon.stop().expect_exit(0);
+    // What has ended is shown for an hour.
+    let left = daemon.operator(&["jobs"]).run();
+    left.expect_exit(0).expect_stdout("(127.0.0.1) closed the job");
+    left.expect_stdout("all 2 nodes succeeded");
+    let stopped = daemon.stop();
+    stopped.expect_exit(0);
+    stopped.expect_stderr("job `closed` ended: operator `op\u{fffd}erator@");
 }
 
 /// It ended with 70, as if the daemon had failed.
@@ -708,4 +723,30 @@ fn a_launcher_serves_the_page_of_its_own_job() {
         .expect_stderr("choose a different `--status-port`");
     std::fs::write(&done, "").expect("writable");
     node.finish().expect_exit(0);
+}
+
+#[test]
+fn a_launcher_keeps_its_metrics_in_a_file_until_its_end() {
+    let dir = temp_dir();
+    let (done, file) = (dir.path().join("done"), dir.path().join("ddp-team-7.prom"));
+    let node = launch()
+        .flag("--rdzv-id", "team-7")
+        .nproc(2)
+        .env(DONE, &done)
+        .env("DDP_METRICS_FILE", dir.path().join("ddp-%j.prom"))
+        .role("advances")
+        .start();
+    let text = eventually("the job's numbers", || {
+        let text = std::fs::read_to_string(&file).ok()?;
+        text.contains("ddp_job_nodes").then_some(text)
+    });
+    for part in ["ddp_job_nodes{job_id=\"team-7\",user=\"", ",target=\"", "\"} 1\n"] {
+        assert!(text.contains(part), "{text}");
+    }
+    let mode = std::fs::metadata(&file).expect("there").permissions().mode();
+    assert_eq!(mode & 0o777, 0o644, "node_exporter is another user");
+    std::fs::write(&done, "").expect("writable");
+    node.finish().expect_exit(0);
+    let left: Vec<_> = std::fs::read_dir(dir.path()).expect("a folder").collect();
+    assert_eq!(left.len(), 1, "only `done`: {left:?}");
 }

@@ -5,6 +5,8 @@ use std::io;
 use std::path::Path;
 use std::sync::Arc;
 
+use ddp_proto::printable;
+
 use crate::cgroup::WorkerCgroup;
 use crate::output::console::Console;
 use crate::output::reader::OutputReader;
@@ -47,6 +49,19 @@ impl<'a> LaunchContext<'a> {
             inherited: std::env::vars_os().collect(),
         })
     }
+}
+
+/// The user of this process, by its environment: a directory service might not answer.
+pub fn user_name() -> String {
+    let given = |name| std::env::var(name).ok().filter(|user| !user.is_empty());
+    let user = given("USER").or_else(|| given("LOGNAME"));
+    user.unwrap_or_else(|| format!("uid {}", nix::unistd::getuid()))
+}
+
+/// A text that no daemon refuses as a name.
+pub(super) fn announced(text: &str) -> String {
+    let line = printable::line(text).replace('\t', " ");
+    line.chars().take(100).collect()
 }
 
 /// The workers' control group; none where the system does not allow one.

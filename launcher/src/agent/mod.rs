@@ -18,6 +18,7 @@ mod machine;
 mod signals;
 mod workers;
 
+pub use context::user_name;
 pub use daemon::{Memory, TakeoverClock};
 pub use launch::{Outcome, run};
 pub use machine::{Effect, Event, ExitReason, LEAVE_WAIT, Machine, Rules, VERDICT_WAIT};

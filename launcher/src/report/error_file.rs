@@ -5,8 +5,8 @@
 //! that variable itself was started by another one, to which it passes the first failure on in the same form.
 
 use std::ffi::OsString;
-use std::fs;
-use std::io;
+use std::fs::{self, File};
+use std::io::{self, Write as _};
 use std::path::Path;
 
 use ddp_proto::rendezvous::WorkerExit;
@@ -76,7 +76,7 @@ impl JobFailure<'_> {
         };
         // A node that shares the file system may have removed it: it was stopped, and the folder empty.
         fs::create_dir_all(log_dir)?;
-        replace(&log_dir.join("error.json"), &serde_json::to_vec_pretty(&cause)?)
+        replace_file(&log_dir.join("error.json"), &serde_json::to_vec_pretty(&cause)?)
     }
 
     /// Passes the first failure on to the launcher that started this one, if one did.
@@ -101,7 +101,7 @@ impl JobFailure<'_> {
             Some(bytes) => bytes,
             None => serde_json::to_vec(&own_words())?,
         };
-        replace(Path::new(target), &bytes)
+        replace_file(Path::new(target), &bytes)
     }
 
     /// The daemon's list, or the first failure alone if it told none; then the workers of this node that are not in it.
@@ -142,12 +142,15 @@ impl JobFailure<'_> {
     }
 }
 
-/// Readers see the old contents or the new ones.
-fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
-    let mut name = path.file_name().unwrap_or_default().to_owned();
-    name.push(format!(".{}.tmp", std::process::id()));
-    let temporary = path.with_file_name(name);
-    let moved = fs::write(&temporary, bytes).and_then(|()| fs::rename(&temporary, path));
+/// Readers see the old contents or the new ones. A device, such as `/dev/stdout`, is written directly.
+pub fn replace_file(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    if path.metadata().is_ok_and(|there| !there.is_file()) {
+        return fs::write(path, bytes);
+    }
+    let temporary = path.with_added_extension(format!("{}.tmp", std::process::id()));
+    // In a folder of several users, another one's link is not followed.
+    let written = File::create_new(&temporary).and_then(|mut file| file.write_all(bytes));
+    let moved = written.and_then(|()| fs::rename(&temporary, path));
     if moved.is_err() {
         // Usually it was never made.
         let _ = fs::remove_file(&temporary);

@@ -287,6 +287,7 @@ mod tests {
             node_rank: Some(0),
             job_id: "job".to_owned(),
             status_port: None,
+            metrics_file: None,
             one_node: false,
         };
         let shown = |endpoint, is_host| rendezvous(&of_first_node(endpoint, is_host));

@@ -10,6 +10,7 @@
 
 use std::io::{self, ErrorKind};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use ddp_proto::client::{Access, ClientError, UNIX_PREFIX, open_channel};
@@ -79,6 +80,8 @@ pub struct HostFacts {
     pub job_id: String,
     /// `--status-port`: where this node shows the job, if it hosts the daemon.
     pub status_port: Option<u16>,
+    /// `--metrics-file`: written by the node that hosts the daemon.
+    pub metrics_file: Option<PathBuf>,
     /// True for a job of one node, whose daemon no other node has to find.
     pub one_node: bool,
     /// What is proved at a TCP port.
@@ -387,6 +390,7 @@ mod tests {
             node_rank,
             job_id: "job".to_owned(),
             status_port: None,
+            metrics_file: None,
             one_node: false,
             protection: Protection::Insecure,
             patience: Duration::ZERO,

@@ -143,13 +143,16 @@ fn run(args: Args, guardian: Guardian) -> ExitCode {
             return fail(&error);
         }
     };
-    runtime.block_on(async {
+    let exit_code = runtime.block_on(async {
         let outcome = ddp_launcher::run(plan, guardian).await;
         if let Some(daemon) = daemon {
             daemon.finish().await;
         }
         ExitCode::from(outcome.exit_code)
-    })
+    });
+    // Not even for a file system that hangs.
+    runtime.shutdown_background();
+    exit_code
 }
 
 /// Finds the daemon, or starts it in this process.
@@ -162,7 +165,8 @@ async fn bind(
     let hosting = host::resolve_host(facts).await?;
     // The launcher's own name is in those of control groups, which every user of the machine can read.
     let incarnation = format!("{launcher_id}-{:032x}", rand::random::<u128>());
-    let monitoring = monitoring(facts, hosting.daemon.is_some())?;
+    let mut monitoring = monitoring(facts, hosting.daemon.is_some())?;
+    monitoring.file.clone_from(&facts.metrics_file);
     let start = |daemon| Daemon::start(daemon, monitoring, &plan.job_id, &incarnation);
     let daemon = hosting.daemon.map(start);
     let plan = BoundPlan {

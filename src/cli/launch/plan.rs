@@ -245,6 +245,8 @@ fn host_facts(settings: Settings, plan: &LaunchPlan, get_env: &impl Fn(&str) -> 
         node_rank: settings.node_rank,
         job_id: plan.job_id.clone(),
         status_port: settings.status_port,
+        metrics_file: (settings.metrics_file)
+            .map(|file| file.to_string_lossy().replace("%j", &plan.job_id).into()),
         one_node: plan.nodes.max == 1,
     }
 }

@@ -11,6 +11,8 @@ use std::time::Duration;
 
 use ddp_proto::client::{Access, Client};
 use ddp_proto::printable;
+use ddp_proto::rendezvous::CloseRequest;
+use nix::unistd::gethostname;
 use tokio::time::Instant;
 
 use super::answer::{fail, give_or_fail};
@@ -92,13 +94,12 @@ pub(super) async fn status(args: StatusArgs) -> ExitCode {
 }
 
 async fn only_job(client: &Client, endpoint: &Endpoint) -> Result<String, CliError> {
-    let mut jobs = client.jobs().await?.jobs;
-    match (jobs.pop(), jobs.len()) {
-        (Some(only), 0) => Ok(only.job_id),
-        (last, others) => Err(CliError::Conflict {
+    match client.jobs().await?.jobs.as_slice() {
+        [only] => Ok(only.job_id.clone()),
+        jobs => Err(CliError::Conflict {
             problem: format!(
                 "the daemon at `{endpoint}` has {} jobs: which one is meant?",
-                others + usize::from(last.is_some())
+                jobs.len()
             ),
             hint: "`ddp-rendezvous jobs` lists them".to_owned(),
         }),
@@ -120,12 +121,14 @@ pub(super) async fn jobs(args: JobsArgs) -> ExitCode {
 
 /// `ddp-rendezvous close`
 pub(super) async fn close(args: CloseArgs) -> ExitCode {
+    let host = gethostname().unwrap_or_default();
+    let request = CloseRequest {
+        job_id: args.job.clone(),
+        reason: args.reason,
+        caller: format!("{}@{}", ddp_launcher::user_name(), host.to_string_lossy()),
+    };
     let closed = async {
-        args.daemon
-            .connect()
-            .await?
-            .close(&args.job, &args.reason)
-            .await?;
+        args.daemon.connect().await?.close(request).await?;
         Ok(format!("closed job `{}`\n", args.job))
     };
     give_or_fail(closed.await)

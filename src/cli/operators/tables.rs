@@ -3,6 +3,7 @@
 use std::fmt::Write as _;
 use std::time::Duration;
 
+use ddp_proto::printable;
 use ddp_proto::rendezvous::{GenerationStatus, JobsReply, NodeStatus, RankProgress, StatusReply};
 use ddp_proto::words::{bytes, counted, duration};
 
@@ -16,23 +17,28 @@ const MAX_GENERATIONS: usize = 10;
 /// All jobs of a daemon.
 pub(super) fn jobs(reply: &JobsReply) -> String {
     let mut text = String::new();
-    if reply.jobs.is_empty() {
+    if reply.jobs.is_empty() && reply.ended.is_empty() {
         text.push_str("no jobs\n");
         return text;
     }
-    let title = ["job", "state", "generation", "restarts", "nodes", "ranks", "step"];
-    let rows = reply.jobs.iter().map(|job| {
+    let title = [
+        "job", "user", "host", "nodes", "age", "target", "step", "state", "reason",
+    ];
+    let rows = reply.jobs.iter().chain(&reply.ended).map(|job| {
+        let ended = |ms| format!("ended {} ago", ago(ms));
         vec![
             visible(&job.job_id),
-            visible(&job.phase),
-            job.generation.to_string(),
-            format!("{}/{}", job.restart_count, job.max_restarts),
+            visible(&job.user),
+            visible(&job.hostname),
             job.nodes.to_string(),
-            job.ranks.to_string(),
+            ago(job.age_ms),
+            visible(&job.target),
             number(job.step),
+            job.ended_ms.map_or_else(|| visible(&job.phase), ended),
+            visible(job.reason.lines().next().unwrap_or_default()),
         ]
     });
-    text.push_str(&table(&title, &[2, 3, 4, 5, 6], rows));
+    text.push_str(&table(&title, &[3, 4, 6], rows));
     more(&mut text, reply.more_jobs.into(), "job");
     text
 }
@@ -201,12 +207,7 @@ fn step_time(seconds: f64) -> String {
 
 /// On one line, without what a terminal acts on.
 fn visible(text: &str) -> String {
-    text.replace(|c: char| c.is_control() || is_directional(c), "\u{fffd}")
-}
-
-/// Turns the direction of a text.
-fn is_directional(c: char) -> bool {
-    matches!(c, '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}' | '\u{200e}' | '\u{200f}')
+    printable::line(text).replace('\t', " ")
 }
 
 #[cfg(test)]
@@ -220,22 +221,30 @@ mod tests {
         let job = |name: &str, step| JobSummary {
             job_id: name.into(),
             phase: "running".into(),
-            generation: 2,
-            restart_count: 1,
-            max_restarts: 3,
             nodes: 2,
-            ranks: 16,
             step,
+            reason: "generation 1: all 2 nodes joined".into(),
+            user: "anna".into(),
+            hostname: "node0".into(),
+            target: "train.py".into(),
+            age_ms: 3_723_000,
             ..JobSummary::default()
+        };
+        let ended = JobSummary {
+            ended_ms: Some(95_000),
+            reason: "rank 1 (node `node0`) died of SIGKILL\n  hint: none".into(),
+            ..job("weekly", Some(7))
         };
         let reply = JobsReply {
             jobs: vec![job("nightly", Some(1200)), job("evil\x1b[2J", None)],
             more_jobs: 1,
+            ended: vec![ended],
         };
         insta::assert_snapshot!(jobs(&reply), @r"
-         job       state    generation  restarts  nodes  ranks  step
-         nightly   running           2       1/3      2     16  1200
-         evil�[2J  running           2       1/3      2     16     –
+         job       user  host   nodes    age  target    step  state           reason
+         nightly   anna  node0      2  1h02m  train.py  1200  running         generation 1: all 2 nodes joined
+         evil�[2J  anna  node0      2  1h02m  train.py     –  running         generation 1: all 2 nodes joined
+         weekly    anna  node0      2  1h02m  train.py     7  ended 1:35 ago  rank 1 (node `node0`) died of SIGKILL
         and 1 more job
         ");
         insta::assert_snapshot!(jobs(&JobsReply::default()), @"no jobs");

@@ -2,10 +2,10 @@
 //! schedule comes from a configuration or a name.
 
 use std::path::{Path, PathBuf};
-use std::process::{self, ExitCode};
-use std::{fs, io};
+use std::process::ExitCode;
 
 use clap::ArgGroup;
+use ddp_launcher::replace_file;
 use ddp_proto::words::counted;
 use ddp_worker::parallel::pipeline::{PipelinePlan, Schedule, SchedulePicture, StageCosts, grid, simulate};
 
@@ -125,7 +125,7 @@ fn planned(args: &ScheduleArgs) -> Result<String, CliError> {
     let Some(output) = &args.output else {
         return Ok(format!("{title}\n{table}{legend}{words}"));
     };
-    replace(output, picture.draw(&title).as_bytes())
+    replace_file(output, picture.draw(&title).as_bytes())
         .map_err(|error| CliError::Config(format!("cannot write `{}`: {error}", output.display())))?;
     Ok(format!("{title}\n{words}picture: {}\n", output.display()))
 }
@@ -142,19 +142,4 @@ fn sizes(schedule: &Schedule) -> String {
         "{stages}{ranks}, {}",
         counted(schedule.micro_batches(), "micro-batch")
     )
-}
-
-/// Replaces a file at once: the new content is written to a temporary file next to it, which is
-/// then renamed. A device, such as `/dev/stdout`, is written directly.
-fn replace(path: &Path, content: &[u8]) -> io::Result<()> {
-    if path.metadata().is_ok_and(|there| !there.is_file()) {
-        return fs::write(path, content);
-    }
-    let temporary = path.with_added_extension(format!("{}.tmp", process::id()));
-    let written = fs::write(&temporary, content).and_then(|()| fs::rename(&temporary, path));
-    if written.is_err() {
-        // The error of writing is reported; an error of this clean-up adds nothing.
-        let _ = fs::remove_file(&temporary);
-    }
-    written
 }

@@ -4,14 +4,17 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use ddp_proto::exit;
-use ddp_proto::rendezvous::JobOver;
 use ddp_proto::rendezvous::daemon_message::Body as Reply;
 use ddp_proto::rendezvous::refused::Code;
+use ddp_proto::rendezvous::{JobOver, JobSummary};
 
 use super::joining::Joining;
 use super::{Job, Phase};
 use crate::rendezvous::context::ApplyContext;
 use crate::rendezvous::event::{Observation, Record, Stage, refusal};
+
+/// How long a job is listed that has ended.
+const LISTED: Duration = Duration::from_hours(1);
 
 /// A job that has ended, while some of its nodes are there.
 #[derive(Debug)]
@@ -34,6 +37,18 @@ pub(in crate::rendezvous) struct Finished {
     generation: u64,
     /// None for an abandoned job, of which only the generation number counts.
     verdict: Option<Reply>,
+    /// None if an earlier daemon saw its end.
+    ended: Option<Box<(Duration, JobSummary)>>,
+}
+
+/// The line of a job in the list, when it has ended.
+pub(super) fn summary((at, summary): &(Duration, JobSummary), now: Duration) -> JobSummary {
+    let ended_ms = now.saturating_sub(*at).as_millis() as u64;
+    JobSummary {
+        age_ms: summary.age_ms + ended_ms,
+        ended_ms: Some(ended_ms),
+        ..summary.clone()
+    }
 }
 
 impl Over {
@@ -63,7 +78,14 @@ impl Finished {
             run_token: record.run_token,
             generation: record.generation,
             job: record.job,
+            ended: None,
         }
+    }
+
+    /// Its line of the list; none if it ended long ago.
+    pub(in crate::rendezvous) fn summary(&self, now: Duration) -> Option<JobSummary> {
+        let ended = self.ended.as_ref().filter(|ended| now < ended.0 + LISTED)?;
+        Some(summary(ended, now))
     }
 
     pub(in crate::rendezvous) fn is_of(&self, job: &str) -> bool {
@@ -143,6 +165,12 @@ impl Job {
             Stage::JobOver { exit_code, .. } => *exit_code,
             _ => i32::from(exit::RENDEZVOUS_TIMED_OUT),
         }));
+        let line = JobSummary {
+            phase: "over".to_owned(),
+            reason: reason.clone(),
+            ..self.summary(context.at.now)
+        };
+        self.ended = Some(Box::new((context.at.now, line)));
         self.history.end(context.at.now, &reason);
         self.table.end_lease_extensions(context.at.now);
         self.table.send_all(context, self.counter.generation(), &verdict);
@@ -183,6 +211,7 @@ impl Job {
         if !matches!(self.phase, Phase::Over(_)) {
             self.record(context, Stage::Abandoned);
         }
+        let line = self.summary(context.at.now);
         let (told, verdict) = match self.phase {
             Phase::Over(over) => (over.told, Some(over.verdict)),
             Phase::Gathering(_) | Phase::Recovering(_) | Phase::Running(_) => (BTreeSet::new(), None),
@@ -194,6 +223,7 @@ impl Job {
             generation,
             verdict,
             job: self.id,
+            ended: self.ended.or(Some(Box::new((context.at.now, line)))),
         })
     }
 }

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use ddp_proto::rendezvous::daemon_message::Body as Reply;
 use ddp_proto::rendezvous::{ARGUMENTS, GenerationOver, Join, Refused, refused::Code};
+use ddp_proto::words::duration;
 use ddp_proto::{exit, printable};
 
 use super::node::{Node, Readiness};
@@ -255,12 +256,21 @@ impl Job {
         self.counter.highest() == 0 && matches!(self.phase, Phase::Gathering(_))
     }
 
-    fn refuse(&mut self, context: &mut ApplyContext<'_>, joining: &Joining, refused: Refused) {
+    fn refuse(&mut self, context: &mut ApplyContext<'_>, joining: &Joining, mut refused: Refused) {
+        let disagrees = refused.code() == Code::Disagree;
+        let may_know = disagrees && context.config.callers != Callers::Anybody;
+        let owner = self.table.owner().filter(|owner| !owner.user.is_empty());
+        if let Some(owner) = owner.filter(|_| may_know) {
+            let since = duration(context.at.now.saturating_sub(self.since).as_secs_f64());
+            let who = format!("`{}@{}` with `{}`", owner.user, owner.hostname, owner.target);
+            let end_of_line = refused.reason.find('\n').unwrap_or(refused.reason.len());
+            let words = format!("\n  the job was started {since} ago by {who}");
+            refused.reason.insert_str(end_of_line, &words);
+        }
         context.decided(format!(
             "refused node `{}`: {}",
             joining.join.hostname, refused.reason
         ));
-        let disagrees = refused.code() == Code::Disagree;
         let refused = Reply::Refused(refused);
         context.send(Some(joining.conn), self.counter.generation(), refused.clone());
         // Before the first generation it is unknown which node is right: all of them end, with the same code. But a peer
@@ -520,7 +530,8 @@ fn check_bounds(config: &Config, joining: &Joining, max_generation: u64) -> Resu
         &joining.from.incarnation,
         &joining.from.assignment_id,
     ];
-    let mut names = names.into_iter().chain(join.agreed.keys());
+    let shown = [&join.user, &join.target];
+    let mut names = names.into_iter().chain(join.agreed.keys()).chain(shown);
     if names.any(|name| name.len() > config.max_name_bytes || !printable::is_name(name)) {
         return Err(format!(
             "a name of node `{host}` has a control character or is longer than {} bytes",

@@ -46,8 +46,8 @@ use std::time::Duration;
 use ddp_proto::rendezvous::agent_message::Body;
 use ddp_proto::rendezvous::daemon_message::Body as Reply;
 use ddp_proto::rendezvous::{
-    GenerationOver, Heard, Heartbeat, JobSummary, KvGatherRequest, KvGetRequest, KvPutRequest, NodeStopped,
-    StatusReply,
+    GenerationOver, Heard, Heartbeat, JobSummary, Join, KvGatherRequest, KvGetRequest, KvPutRequest,
+    NodeStopped, StatusReply,
 };
 use ddp_proto::{exit, printable};
 
@@ -79,6 +79,9 @@ pub(super) use joining::Joining;
 #[derive(Debug)]
 pub(super) struct Job {
     id: String,
+    since: Duration,
+    /// When it ended, and its line of the list then.
+    ended: Option<Box<(Duration, JobSummary)>>,
     counter: GenerationCounter,
     table: NodeTable,
     phase: Phase,
@@ -139,6 +142,8 @@ impl Job {
     pub(super) fn new(id: &str, floor: u64, now: Duration) -> Self {
         Self {
             id: id.to_owned(),
+            since: now,
+            ended: None,
             counter: GenerationCounter::after(floor),
             table: NodeTable::default(),
             phase: Phase::Gathering(Gathering::new(now, now, Duration::MAX)),
@@ -523,14 +528,10 @@ impl Job {
         matches!(self.phase, Phase::Over(_))
     }
 
-    /// An operator ends the job.
+    /// An operator ends the job; `reason` says who.
     pub(super) fn close(&mut self, context: &mut ApplyContext<'_>, reason: &str) {
         if !self.is_over() {
-            let words = match reason {
-                "" => "an operator closed the job".to_owned(),
-                reason => format!("an operator closed the job: {}", printable::text(reason)),
-            };
-            self.job_over(context, exit::CLOSED, words);
+            self.job_over(context, exit::CLOSED, printable::text(reason).into_owned());
             self.plan_wake();
         }
     }
@@ -571,6 +572,12 @@ impl Job {
 
     /// The job in one line of a list.
     pub(super) fn summary(&self, now: Duration) -> JobSummary {
+        if let Some(ended) = &self.ended {
+            return job_end::summary(ended, now);
+        }
+        let owner = self.table.owner();
+        let name = |name: fn(&Join) -> &String| owner.map_or_else(String::new, |join| name(join).clone());
+        let ranks = || self.table.nodes().values().flat_map(Node::ranks);
         JobSummary {
             job_id: self.id.clone(),
             phase: self.phase.name().into(),
@@ -582,6 +589,13 @@ impl Job {
             step: self.table.step(),
             reason: self.waiting_words(now),
             kv_bytes: self.kv.load().bytes as u64,
+            user: name(|join| &join.user),
+            hostname: name(|join| &join.hostname),
+            target: name(|join| &join.target),
+            age_ms: now.saturating_sub(self.since).as_millis() as u64,
+            ended_ms: None,
+            loss: ranks().find_map(|rank| rank.loss),
+            step_time_s: ranks().filter_map(|rank| rank.step_time_s).reduce(f64::max),
         }
     }
 

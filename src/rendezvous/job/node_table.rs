@@ -109,6 +109,15 @@ impl NodeTable {
         &self.nodes
     }
 
+    /// Who has the job: node rank 0, or any node before there are ranks.
+    pub(super) fn owner(&self) -> Option<&Join> {
+        let first = self
+            .members
+            .first()
+            .and_then(|first| self.nodes.get(&first.incarnation));
+        first.or_else(|| self.nodes.values().next()).map(Node::join)
+    }
+
     /// All nodes but this one.
     pub(super) fn others(&self, incarnation: &str) -> impl Iterator<Item = (&String, &Node)> {
         self.nodes.iter().filter(move |(other, _)| *other != incarnation)

@@ -9,6 +9,7 @@ mod http_state;
 mod ledger;
 mod ledger_queue;
 mod metrics;
+mod metrics_file;
 mod page;
 mod server;
 

@@ -1,10 +1,12 @@
 //! The gRPC side: streams and calls become events of the actor, and its answers go back.
 
+use std::path::PathBuf;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use ddp_proto::printable;
 use ddp_proto::rendezvous::agent_message::Body;
 use ddp_proto::rendezvous::rendezvous_server::{Rendezvous, RendezvousServer};
 use ddp_proto::rendezvous::{
@@ -24,10 +26,10 @@ use tonic::{Response, Status, Streaming};
 use super::actor::{Actor, Request, sleep_until};
 use super::connection::{Listener, accept_all};
 use super::connection_limits::{Active, Connection, ConnectionLimits, Limited};
-use super::http;
 use super::http_state::Http;
 use super::ledger::{Ledger, LedgerError};
 use super::metrics::Metrics;
+use super::{http, metrics_file};
 use crate::rendezvous::config::{Callers, Config};
 use crate::rendezvous::event::{CallId, ConnId, Event, KvError};
 use crate::rendezvous::messages::clip;
@@ -63,6 +65,8 @@ pub struct Monitoring {
     pub read_token: Option<Token>,
     /// Events carry job, generation and node apart from their words.
     pub log_fields: bool,
+    /// Has the numbers of the one job, until its end.
+    pub file: Option<PathBuf>,
 }
 
 /// Serves rendezvous and gRPC health on `listener` until `shutdown` is ready and every agent has left.
@@ -99,6 +103,9 @@ pub async fn serve(
             Ok(())
         });
     }
+    let (stop, stopped) = oneshot::channel();
+    let file = monitoring.file;
+    let file = file.map(|path| tokio::spawn(metrics_file::keep(path, requests.clone(), stopped)));
     let service = Service {
         requests: requests.clone(),
         last_conn: AtomicU64::new(0),
@@ -140,7 +147,11 @@ pub async fn serve(
         },
         () = stopped => {}
     }
-    drop((tasks, accepting, close));
+    drop((tasks, accepting, close, stop));
+    if let Some(removed) = file {
+        // A file that stays grows old.
+        let _ = tokio::time::timeout(CLOSE_TIMEOUT, removed).await;
+    }
     // A peer that keeps its connection open does not keep the daemon.
     let ended = tokio::time::timeout(CLOSE_TIMEOUT, server).await;
     Ok(ended.unwrap_or(Ok(()))?)
@@ -298,17 +309,21 @@ impl Rendezvous for Service {
 
     async fn close(&self, request: tonic::Request<CloseRequest>) -> Result<Response<CloseReply>, Status> {
         self.only_for_authenticated()?;
-        let CloseRequest { job_id, reason } = request.into_inner();
+        let from = connection(&request)?.peer.remote.to_canonical();
+        let CloseRequest { job_id, reason, .. } = request.get_ref();
+        let caller = printable::line(&request.get_ref().caller);
+        let reason = format!("operator `{caller}` ({from}) closed the job: {reason}");
         if reason.len() > MAX_REASON_BYTES {
             let words = format!("a reason has at most {MAX_REASON_BYTES} bytes");
             return Err(Status::invalid_argument(words));
         }
         let (answer, reply) = oneshot::channel();
+        let reason = reason.trim_end_matches(": ").to_owned();
         let close = Request::Close(job_id.clone(), reason, answer);
         if self.ask(close, reply).await? {
             Ok(Response::new(CloseReply {}))
         } else {
-            let job = clip(&job_id, 128);
+            let job = clip(job_id, 128);
             let words = format!("job `{job}` is not at this daemon, or is over already");
             Err(Status::not_found(words))
         }

@@ -278,6 +278,38 @@ fn the_job_succeeds_when_every_node_has() {
     s.end_stream("b");
     assert!(s.state.is_idle());
     assert_eq!(s.state.status(s.now, JOB), None);
+    // It is listed for an hour more.
+    let ended = |s: &Scene| s.state.jobs(s.now).ended;
+    let [line] = ended(&s).try_into().expect("one job");
+    assert_eq!(
+        (
+            line.phase.as_str(),
+            line.reason.as_str(),
+            line.nodes,
+            line.hostname.as_str()
+        ),
+        ("over", "all 2 nodes succeeded", 2, "a")
+    );
+    s.now += 3590 * SECOND;
+    assert!(
+        ended(&s)[0].ended_ms.is_some_and(|ms| ms >= 3_590_000),
+        "how long ago"
+    );
+    s.now += 20 * SECOND;
+    assert_eq!(ended(&s), []);
+}
+
+/// An administrator had to read the daemon's log.
+#[test]
+fn no_more_than_256_ended_jobs_are_listed() {
+    let mut s = Scene::new();
+    for number in 0..300 {
+        s.job = format!("job{number}").leak();
+        s.join("a", 1, 1).succeed("a", u64::from(number > 999) + 1);
+        s.leave("a", None, "done").end_stream("a");
+    }
+    let ended = s.state.jobs(s.now).ended;
+    assert_eq!((ended.len(), ended[0].job_id.as_str()), (256, "job299"));
 }
 
 #[test]

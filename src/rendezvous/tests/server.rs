@@ -2,6 +2,7 @@
 
 use ddp_proto::client::{Access, AgentIdentity, AgentStream, Client, ClientError, KvScope, open_channel};
 use ddp_proto::ids::{Generation, NodeId};
+use ddp_proto::rendezvous::CloseRequest;
 use ddp_proto::rendezvous::rendezvous_client::RendezvousClient;
 use tokio::net::TcpListener;
 use tokio::sync::oneshot;
@@ -535,7 +536,7 @@ async fn a_daemon_that_does_not_know_its_callers_shows_lists_and_closes_no_job()
         client.status(JOB).await.map(drop),
         client.status("no-job").await.map(drop),
         client.jobs().await.map(drop),
-        client.close(JOB, "").await,
+        client.close(CloseRequest::default()).await,
     ] {
         let error = refused.unwrap_err();
         assert_eq!(error.exit_code(), ddp_proto::exit::REFUSED, "{error}");

@@ -9,7 +9,7 @@ use ddp_proto::ids::Generation;
 use ddp_proto::rendezvous::{Assignment, Join};
 use tokio::sync::mpsc;
 
-use super::super::context::LaunchContext;
+use super::super::context::{LaunchContext, announced, user_name};
 use super::super::machine::ExitReason;
 use super::super::workers::{SpawnContext, WorkerGroup, no_pipes};
 use super::inbox::LoopEvent;
@@ -79,6 +79,8 @@ impl Starter {
             takeover_ms: plan
                 .takeover
                 .map_or(0, |time| u32::try_from(time.as_millis()).unwrap_or(u32::MAX)),
+            user: announced(&user_name()),
+            target: announced(&plan.command.display_name),
             ..Join::default()
         }
     }

@@ -1,0 +1,127 @@
+//! `ddp-run --metrics-file`: what `ddp-rendezvous jobs --json` tells of a launcher's job, as Prometheus text, for the
+//! textfile collector of the machine's node_exporter. A launcher that is killed leaves its file, whose age node_exporter
+//! tells.
+
+use std::fmt::Write as _;
+use std::fs::{self, Permissions};
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use ddp_launcher::replace_file;
+use serde_json::Value;
+use tokio::sync::{mpsc, oneshot};
+use tokio::task::spawn_blocking;
+use tokio::time::timeout;
+
+use super::actor::Request;
+use crate::rendezvous::report::{self, Bounds};
+
+/// Time between two writes, and, until there is a job, between two looks.
+const INTERVALS: [Duration; 2] = [Duration::from_secs(15), Duration::from_secs(1)];
+
+/// Keeps the file until the sender of `stopped` is gone, then removes it.
+pub(super) async fn keep(path: PathBuf, requests: mpsc::Sender<Request>, mut stopped: oneshot::Receiver<()>) {
+    let mut has_failed = false;
+    loop {
+        let text = text(&requests).await;
+        let interval = INTERVALS[usize::from(text.is_none())];
+        let file = path.clone();
+        let write = move || {
+            replace_file(&file, text.unwrap_or_default().as_bytes())?;
+            // The collector is another user.
+            fs::set_permissions(&file, Permissions::from_mode(0o644))
+        };
+        if let Ok(Err(error)) = spawn_blocking(write).await
+            && !std::mem::replace(&mut has_failed, true)
+        {
+            let path = path.display();
+            let hint = "hint: users of this machine must be able to write to the folder";
+            tracing::error!("cannot write `--metrics-file {path}`: {error}; the job continues\n  {hint}");
+        }
+        if timeout(interval, &mut stopped).await.is_ok() {
+            break;
+        }
+    }
+    // It is not there if no write succeeded.
+    let _ = spawn_blocking(move || fs::remove_file(path)).await;
+}
+
+/// None without a job.
+async fn text(requests: &mpsc::Sender<Request>) -> Option<String> {
+    let (answer, jobs) = oneshot::channel();
+    requests.send(Request::Jobs(answer)).await.ok()?;
+    let jobs = report::jobs(&jobs.await.ok()?, Bounds::NONE);
+    jobs["jobs"].get(0).map(text_of)
+}
+
+/// All numbers of a job, under their own names. Words have the escapes of JSON, which are those of Prometheus: names have
+/// no control characters.
+fn text_of(job: &Value) -> String {
+    let labels = format!(
+        "job_id={},user={},target={}",
+        job["job"], job["user"], job["target"]
+    );
+    let mut text = String::new();
+    let numbers = job.as_object().into_iter().flatten();
+    for (key, value) in numbers.filter(|(_, value)| value.is_number()) {
+        // A `String` takes everything.
+        let _ = writeln!(
+            text,
+            "# TYPE ddp_job_{key} gauge\nddp_job_{key}{{{labels}}} {value}"
+        );
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use ddp_proto::rendezvous::{JobSummary, JobsReply};
+
+    use super::*;
+
+    #[test]
+    fn the_file_has_what_the_dashboard_asks_for() {
+        let job = JobSummary {
+            job_id: r#"nightly "7""#.into(),
+            user: r"an\na".into(),
+            target: "train.py".into(),
+            nodes: 2,
+            ranks: 16,
+            step: Some(1200),
+            loss: Some(2.5),
+            step_time_s: Some(0.25),
+            age_ms: 61_500,
+            generation: 3,
+            restart_count: 1,
+            max_restarts: 3,
+            ..JobSummary::default()
+        };
+        let reply = JobsReply {
+            jobs: vec![job],
+            ..JobsReply::default()
+        };
+        let text = text_of(&report::jobs(&reply, Bounds::NONE)["jobs"][0]);
+        let samples: Vec<&str> = text.lines().filter(|line| !line.starts_with('#')).collect();
+        insta::assert_snapshot!(samples.join("\n"), @r#"
+        ddp_job_age_s{job_id="nightly \"7\"",user="an\\na",target="train.py"} 61.5
+        ddp_job_generation{job_id="nightly \"7\"",user="an\\na",target="train.py"} 3
+        ddp_job_kv_bytes{job_id="nightly \"7\"",user="an\\na",target="train.py"} 0
+        ddp_job_loss{job_id="nightly \"7\"",user="an\\na",target="train.py"} 2.5
+        ddp_job_max_restarts{job_id="nightly \"7\"",user="an\\na",target="train.py"} 3
+        ddp_job_nodes{job_id="nightly \"7\"",user="an\\na",target="train.py"} 2
+        ddp_job_ranks{job_id="nightly \"7\"",user="an\\na",target="train.py"} 16
+        ddp_job_restarts{job_id="nightly \"7\"",user="an\\na",target="train.py"} 1
+        ddp_job_step{job_id="nightly \"7\"",user="an\\na",target="train.py"} 1200
+        ddp_job_step_time_s{job_id="nightly \"7\"",user="an\\na",target="train.py"} 0.25
+        "#);
+        let dashboard = include_str!("../../../deploy/monitoring/dashboard.json");
+        let asked: Vec<&str> = dashboard.split("ddp_job_").skip(1).collect();
+        assert!(asked.len() > 5, "the dashboard shows launchers' files");
+        for rest in asked {
+            let end = rest.find(|c: char| !c.is_ascii_lowercase() && c != '_');
+            let line = format!("# TYPE ddp_job_{} gauge", &rest[..end.unwrap()]);
+            assert!(text.lines().any(|l| l == line), "`{line}` is not in\n{text}");
+        }
+    }
+}
