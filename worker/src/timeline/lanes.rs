@@ -2,19 +2,14 @@
 //! The pointer over a box shows its tip.
 
 use super::overlap::Intervals;
-use super::svg::{CHARACTER, Svg, TimeAxis};
+use super::svg::{CHARACTER, LINE_HEIGHT, Svg, TimeAxis};
 
-const WIDTH: f64 = 1600.0;
-/// Where time begins, right of the names of the lanes.
-const LEFT: f64 = 210.0;
-const RIGHT: f64 = 1560.0;
-/// Height of title and legend.
-const HEADER: f64 = 92.0;
-/// Height of the labels of the time axis.
-const FOOTER: f64 = 40.0;
-/// Height of the line above the lanes of a panel.
-const HEADING: f64 = 30.0;
-const GAP: f64 = 6.0;
+const WIDTH: f64 = 1200.0;
+/// Where time begins and ends.
+const LEFT: f64 = 60.0;
+const RIGHT: f64 = 1140.0;
+/// Where words begin, and the second column of the legend.
+const COLUMNS: [f64; 2] = [16.0, 616.0];
 /// Narrower boxes would be invisible.
 const NARROWEST: f64 = 0.6;
 /// Number of layers in a lane.
@@ -38,7 +33,6 @@ pub(crate) struct LanePicture<'a> {
 /// Some lanes under one heading.
 pub(crate) struct LanePanel {
     pub(crate) heading: String,
-    pub(crate) note: String,
     pub(crate) lanes: Vec<DrawnLane>,
 }
 
@@ -63,49 +57,43 @@ pub(crate) struct LaneBox {
 }
 
 impl LanePicture<'_> {
-    /// Draws the file.
+    /// Draws the file. What wants room is below what it describes, as on a phone nothing fits beside it.
     pub(crate) fn draw(&self) -> String {
-        let bottom = HEADER + self.panels.iter().map(LanePanel::height).sum::<f64>();
-        let mut svg = Svg::new([WIDTH, bottom + FOOTER], &format!("{STYLE}{}", self.colours));
-        svg.text([16.0, 30.0], "title", self.title);
-        svg.text([16.0, 52.0], "quiet", self.subtitle);
-        let mut x = 16.0;
-        for (class, words) in self.legend {
-            svg.rect([x, 66.0, 14.0, 14.0], class, None);
-            svg.text([x + 20.0, 77.0], "quiet", words);
-            x += 44.0 + words.len() as f64 * CHARACTER;
-        }
+        let mut svg = Svg::default();
+        let top = svg.lines([COLUMNS[0], 8.0], "title", self.title);
         let time = TimeAxis::new(self.end, [LEFT, RIGHT], 10.0);
-        for tick in time.ticks() {
+        let bottom = (self.panels.iter()).fold(top, |y, panel| panel.draw(&mut svg, &time, y));
+        for (tick, class) in time.ticks().zip(["tick", "tick odd"].into_iter().cycle()) {
             let x = time.place(tick);
-            svg.line([x, HEADER, x, bottom + 4.0]);
+            svg.line([x, top, x, bottom + 4.0]);
             let label = format!("{} {}", time.label(tick), self.unit);
-            svg.text([x, bottom + 20.0], "tick", &label);
+            svg.text([x, bottom + 32.0], class, &label);
         }
-        let mut top = HEADER;
-        for panel in &self.panels {
-            panel.draw(&mut svg, &time, top);
-            top += panel.height();
+        let mut y = bottom + LINE_HEIGHT;
+        let shown: Vec<_> = self.legend.iter().filter(|(class, _)| svg.shows(class)).collect();
+        for row in shown.chunks(COLUMNS.len()) {
+            y += LINE_HEIGHT;
+            for ((class, words), x) in row.iter().zip(COLUMNS) {
+                svg.rect([x, y - 24.0, 20.0, 20.0], class, None);
+                svg.text([x + 30.0, y - 8.0], "quiet", words);
+            }
         }
-        svg.finish()
+        let height = svg.lines([COLUMNS[0], y], "quiet", self.subtitle) + 8.0;
+        svg.finish([WIDTH, height], &format!("{STYLE}{}", self.colours))
     }
 }
 
 impl LanePanel {
-    fn height(&self) -> f64 {
-        HEADING + self.lanes.iter().map(|lane| lane.height + GAP).sum::<f64>()
-    }
-
-    fn draw(&self, svg: &mut Svg, time: &TimeAxis, top: f64) {
-        svg.text([16.0, top + 20.0], "heading", &self.heading);
-        svg.text([LEFT, top + 20.0], "quiet", &self.note);
-        let mut y = top + HEADING;
+    /// Returns what is below it.
+    fn draw(&self, svg: &mut Svg, time: &TimeAxis, top: f64) -> f64 {
+        let mut y = svg.lines([COLUMNS[0], top + 8.0], "heading", &self.heading);
         for lane in &self.lanes {
-            svg.text([28.0, y + lane.height / 2.0 + 4.0], "lane", &lane.name);
-            svg.line([LEFT, y + lane.height, RIGHT, y + lane.height]);
+            y = svg.lines([COLUMNS[0], y], "lane", &lane.name);
             lane.draw(svg, time, y);
-            y += lane.height + GAP;
+            y += lane.height;
+            svg.line([LEFT, y, RIGHT, y]);
         }
+        y
     }
 }
 
@@ -139,10 +127,12 @@ impl DrawnLane {
     }
 }
 
+/// On a phone the picture is a third as wide, or where a page is made for a desktop, 0.4: its text grows.
 const STYLE: &str = "\
-.page{fill:#fff}text{font:12px system-ui,sans-serif;fill:#222}\
-.title{font-size:18px;font-weight:600}.heading{font-weight:600}.quiet,.tick{fill:#555}.tick{text-anchor:middle}\
+:root{max-width:100%;height:auto;background:#fff}.page{fill:#fff}text{font:14px system-ui,sans-serif;fill:#222}\
+.title{font-size:20px;font-weight:600}.heading{font-weight:600}.quiet,.tick{fill:#555}.tick{text-anchor:middle}\
 .in{fill:#fff;font-size:11px;text-anchor:middle;pointer-events:none}\
 rect{stroke:#fff;stroke-width:.5}line{stroke:#8885}\
-@media(prefers-color-scheme:dark){.page{fill:#16181c}text{fill:#e4e4e4}.quiet,.tick{fill:#ababab}.in{fill:#fff}\
-rect{stroke:#16181c}}";
+@media(max-width:600px),(max-device-width:600px){text{font-size:33px}.title{font-size:38px}.in,.odd{display:none}}\
+@media(prefers-color-scheme:dark){:root{background:#16181c}.page{fill:#16181c}text{fill:#e4e4e4}\
+.quiet,.tick{fill:#ababab}.in{fill:#fff}rect{stroke:#16181c}}";

@@ -85,8 +85,7 @@ impl<'a> RankStep<'a> {
             }
         };
         LanePanel {
-            heading: format!("rank {}", self.about.rank),
-            note: self.note(),
+            heading: format!("rank {}: {}", self.about.rank, self.note()),
             lanes: self.lanes.iter().map(lane).collect(),
         }
     }
@@ -221,17 +220,24 @@ mod tests {
     fn it_shows_one_step_to_scale() {
         let file = TraceFile { ranks: vec![rank(0)] };
         let svg = picture(&file, 4).unwrap();
-        // One of each kind is in the legend.
-        assert_eq!(rects(&svg, "forward").len(), 1, "of the step before");
+        // One of each kind that is drawn is in the legend.
+        assert_eq!(rects(&svg, "forward").len(), 0, "of the step before");
         let backward = rects(&svg, "backward");
-        assert!(backward[1].contains("x=\"210.0\"") && backward[1].contains("width=\"1012.5\""));
-        assert!(backward[2].contains("<title>backward h.0: 1.300 ms</title>"));
+        assert!(backward[0].contains("x=\"60.0\"") && backward[0].contains("width=\"810.0\""));
+        assert!(backward[1].contains("<title>backward h.0: 1.300 ms</title>"));
         assert_eq!((backward.len(), rects(&svg, "gradients").len()), (3, 2));
         assert!(!svg.contains("gelu"));
         // Where nothing is above it.
         assert!(svg.contains(">h.0</text>"), "{svg}");
         assert!(svg.contains(">bucket 0</text>"));
-        assert!(svg.contains("2.0 ms; 1.0 ms of communication, 50 % of it hidden"));
+        // In lines that fit a phone.
+        assert!(
+            svg.contains(">rank 0: 2.0 ms; 1.0 ms of communication, 50 % of it hidden <"),
+            "{svg}"
+        );
+        let (words, file) = ("word ".repeat(30), &mut TraceFile { ranks: vec![rank(0)] });
+        file.ranks[0].0.run = words;
+        assert_eq!(picture(file, 4).unwrap().matches(">word word").count(), 3);
         assert!(svg.contains("a &lt;b&gt; &amp; \u{fffd}c") && svg.ends_with("</svg>\n"));
     }
 
@@ -242,7 +248,7 @@ mod tests {
         };
         let svg = picture(&file, 3).unwrap();
         assert!(svg.contains("Step 3, the first 8 of 20 ranks"));
-        assert!(svg.contains(">rank 7<") && !svg.contains(">rank 8<"));
+        assert!(svg.contains(">rank 7: ") && !svg.contains(">rank 8: "));
         assert_eq!(picture(&file, 5), None);
     }
 }

@@ -5,19 +5,16 @@ use std::fmt::Write as _;
 /// Width of a character of a label, at most.
 pub(crate) const CHARACTER: f64 = 6.6;
 
+/// Characters of a line that fit a phone, whose text is larger than elsewhere compared with the picture.
+const LINE: usize = 60;
+/// Height of a line there.
+pub(crate) const LINE_HEIGHT: f64 = 38.0;
+
 /// A picture that is being drawn. Places are in pixels, from the left and from above.
+#[derive(Default)]
 pub(crate) struct Svg(String);
 
 impl Svg {
-    /// An empty one. `style` is the CSS of its classes, of which `page` is the ground.
-    pub(crate) fn new([width, height]: [f64; 2], style: &str) -> Self {
-        Self(format!(
-            "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {width} {height}\" \
-             width=\"{width}\" height=\"{height}\">\n<style>{style}</style>\n\
-             <rect class=\"page\" width=\"100%\" height=\"100%\"/>\n"
-        ))
-    }
-
     /// A rectangle; the pointer over it shows `tip`.
     pub(crate) fn rect(&mut self, [x, y, width, height]: [f64; 4], class: &str, tip: Option<&str>) {
         let _ = write!(
@@ -33,24 +30,48 @@ impl Svg {
     /// Words, from this place to the right, above this height.
     pub(crate) fn text(&mut self, [x, y]: [f64; 2], class: &str, words: &str) {
         let words = escaped(words);
-        let _ = writeln!(
-            self.0,
-            "<text class=\"{class}\" x=\"{x:.1}\" y=\"{y:.1}\">{words}</text>"
-        );
+        let text = format!("<text class=\"{class}\" x=\"{x:.1}\" y=\"{y:.1}\">{words}</text>\n");
+        self.0 += &text;
+    }
+
+    /// Words in lines that fit a phone, from this place to the right and below. Returns what is below them there.
+    pub(crate) fn lines(&mut self, [x, mut y]: [f64; 2], class: &str, words: &str) -> f64 {
+        y += LINE_HEIGHT;
+        let (baseline, mut length) = (y - 8.0, 0);
+        let text = format!("<text class=\"{class}\" x=\"{x:.1}\" y=\"{baseline:.1}\"><tspan>");
+        self.0 += &text;
+        for word in words.split_whitespace() {
+            length += word.chars().count() + 1;
+            if length > LINE {
+                (y, length) = (y + LINE_HEIGHT, word.chars().count());
+                let text = format!("</tspan><tspan x=\"{x:.1}\" dy=\"1.15em\">");
+                self.0 += &text;
+            }
+            self.0 += &(escaped(word) + " ");
+        }
+        self.0 += "</tspan></text>\n";
+        y
+    }
+
+    /// Something of this class is in it.
+    pub(crate) fn shows(&self, class: &str) -> bool {
+        self.0.contains(&format!("class=\"{class}\""))
     }
 
     /// A line from one place to another.
     pub(crate) fn line(&mut self, [x, y, x2, y2]: [f64; 4]) {
-        let _ = writeln!(
-            self.0,
-            "<line x1=\"{x:.1}\" y1=\"{y:.1}\" x2=\"{x2:.1}\" y2=\"{y2:.1}\"/>"
-        );
+        let text = format!("<line x1=\"{x:.1}\" y1=\"{y:.1}\" x2=\"{x2:.1}\" y2=\"{y2:.1}\"/>\n");
+        self.0 += &text;
     }
 
-    /// The text of the file.
-    pub(crate) fn finish(mut self) -> String {
-        self.0.push_str("</svg>\n");
-        self.0
+    /// The text of the file. `style` is the CSS of the classes, of which `page` is the ground.
+    pub(crate) fn finish(self, [width, height]: [f64; 2], style: &str) -> String {
+        format!(
+            "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {width} {height}\" \
+             width=\"{width}\">\n<style>{style}</style>\n\
+             <rect class=\"page\" width=\"100%\" height=\"100%\"/>\n{}</svg>\n",
+            self.0
+        )
     }
 }
 

@@ -58,7 +58,6 @@ impl SchedulePicture<'_> {
             unit: "units",
             panels: vec![LanePanel {
                 heading: "simulated".to_owned(),
-                note: String::new(),
                 lanes,
             }],
         };
@@ -198,13 +197,13 @@ mod tests {
     #[test]
     fn a_small_one_is_drawn_to_scale() {
         let svg = shown(&simulated("1f1b", 2, 4)).draw("1F1B <2 ranks>");
-        // 15 units from 210 to 1560.
+        // 15 units from 60 to 1140.
         for part in [
             "1F1B &lt;2 ranks&gt;",
-            r#"<rect class="F0" x="210.0" y="122.0" width="90.0" height="26.0"><title>0F0: forward, 1 units</title></rect>"#,
-            r#"<rect class="B0" x="570.0" y="122.0" width="180.0" height="26.0"><title>0B0: backward, 2 units</title></rect>"#,
+            r#"<rect class="F0" x="60.0" y="130.0" width="72.0" height="26.0"><title>0F0: forward, 1 units</title></rect>"#,
+            r#"<rect class="B0" x="348.0" y="130.0" width="144.0" height="26.0"><title>0B0: backward, 2 units</title></rect>"#,
             // Of two micro-batches that the rank keeps at most.
-            r#"<rect class="kept" x="210.0" y="161.0" width="90.0" height="7.0"/>"#,
+            r#"<rect class="kept" x="60.0" y="201.0" width="72.0" height="7.0"/>"#,
         ] {
             assert!(svg.contains(part), "{part}: {svg}");
         }
