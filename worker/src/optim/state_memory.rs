@@ -50,6 +50,8 @@ pub struct StateBytes {
     pub device: usize,
     /// In memory of the host beside a device with memory of its own, and page-locked memory for the way there.
     pub host: usize,
+    /// In a file.
+    pub file: usize,
 }
 
 impl StateMemory {
@@ -97,13 +99,13 @@ impl StateMemory {
 
     /// Where so many bytes of state and masters are.
     pub fn bytes(&self, state: usize) -> StateBytes {
-        let (device, host) = match &self.location {
-            StateLocation::Device => (state, 0),
-            StateLocation::Host(on_host) => (0, state + on_host.staging_bytes()),
+        let [device, host, file] = match &self.location {
+            StateLocation::Device => [state, 0, 0],
+            StateLocation::Host(on_host) => [0, state + on_host.staging_bytes(), 0],
             // A piece of the masters and of two slots, the most that there are, and the next.
-            StateLocation::File(_) => (state.min(2 * 3 * PIECE * size_of::<f32>()), 0),
+            StateLocation::File(_) => [state.min(2 * 3 * PIECE * size_of::<f32>()), 0, state],
         };
-        StateBytes { device, host }
+        StateBytes { device, host, file }
     }
 
     /// Zeroed private memory for state.

@@ -181,6 +181,7 @@ fn memory(trainer: &TrainerParts<'_>) -> metrics::Memory {
         grads: trainer.grad_bytes as u64,
         optimizer: optimizer.device as u64,
         optimizer_host: optimizer.host as u64,
+        optimizer_file: optimizer.file as u64,
         activations: trainer.replica.pool.allocated_bytes() as u64,
         gathered: trainer.replica.parameters.gathered_bytes() as u64,
         checkpoint: trainer.checkpoints.snapshot_bytes() as u64,

@@ -246,12 +246,14 @@ fn scaled_rate(train: &Train, global_batch: u64) -> Option<String> {
 
 fn memory(held: &Footprint, snapshot_bytes: u64, nccl_bytes: u64) -> String {
     format!(
-        "parameters {}{}, gradients {}{}, optimizer {}{}, activations {}{}{}",
+        "parameters {}{}, gradients {}{}, optimizer {}{}{}{}, activations {}{}{}",
         bytes(held.params),
         aside(held.gathered, |gathered| format!(" (plus {gathered} gathered)")),
         bytes(held.grads),
         in_flight(held.in_flight),
         bytes(held.optimizer),
+        aside(held.offloaded[0], |host| format!(" (plus {host} in host memory)")),
+        aside(held.offloaded[1], |file| format!(" (of {file} in a file)")),
         aside(held.padding, |padding| format!(
             ", including {padding} of padding"
         )),
@@ -512,9 +514,10 @@ mod tests {
             in_flight: 1 << 30,
             gathered: 2 << 30,
             padding: 5 << 20,
+            offloaded: [0, 8_000_000_000],
             ..seven_billion([0, 0, 7])
         };
-        insta::assert_snapshot!(memory(&zero3, 3 << 30, 5 << 20), @"parameters 3.3 GiB (plus 2.0 GiB gathered), gradients 4.3 GiB (1.0 GiB of it in flight), optimizer 6.5 GiB, including 5.0 MiB of padding, activations 48.0 GiB, checkpoint snapshot 3.0 GiB, NCCL 5.0 MiB");
+        insta::assert_snapshot!(memory(&zero3, 3 << 30, 5 << 20), @"parameters 3.3 GiB (plus 2.0 GiB gathered), gradients 4.3 GiB (1.0 GiB of it in flight), optimizer 6.5 GiB (of 7.5 GiB in a file), including 5.0 MiB of padding, activations 48.0 GiB, checkpoint snapshot 3.0 GiB, NCCL 5.0 MiB");
     }
 
     #[test]

@@ -152,7 +152,10 @@ fn memory_of_the_state_is_counted_where_it_is() {
             usual.params + usual.optimizer,
             host.params / usual_width(precision) * bytes
         );
-        assert_eq!((usual.optimizer_host, host.optimizer), (0, 0));
+        assert_eq!(
+            (usual.optimizer_host, host.optimizer, host.optimizer_file),
+            (0, 0, 0)
+        );
         // Masters and moments, and three slots for a piece of gradients and one of parameters.
         let staging = 3 * (2 * 4 * (1 << 20) + 4096);
         assert_eq!(

@@ -136,6 +136,13 @@ fn ranks_offload_to_folders_of_their_own() {
     });
     assert!(outcomes.iter().all(Result::is_ok), "{outcomes:?}");
     assert_eq!(job.metrics().len(), 6);
+    let memory = job.metrics()[5].memory;
+    assert_eq!(memory.optimizer_file, 2 * memory.params, "two moments");
+    assert_eq!(
+        (memory.optimizer, memory.optimizer_host),
+        (memory.optimizer_file, 0),
+        "it is small"
+    );
 }
 
 #[test]

@@ -120,12 +120,13 @@ fn table(search: &LayoutSearch, context: &Context) -> String {
     if search.best.iter().any(|found| found.candidate.chunks > 1) {
         rows.push(row("chunks per rank", &|c| c.chunks.to_string()));
     }
+    let elsewhere = (search.best.first()).map_or("", |found| found.candidate.offloaded_to);
     rows.extend([
         row("micro-batches", &|c| c.batch.accumulation.to_string()),
         row("layers per rank", &report::layers),
         row("on the device", &|c| bytes(c.held)),
         row("  state", &|c| bytes(c.state())),
-        row("offloaded", &|c| bytes(c.offloaded())),
+        row(elsewhere, &|c| bytes(c.offloaded())),
         along("sent along tensor", Axis::Tensor),
         along("sent along pipeline", Axis::Pipeline),
         along("sent along shard", Axis::Shard),

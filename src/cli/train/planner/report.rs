@@ -202,6 +202,7 @@ fn strategies(comparison: &Comparison, context: &Context) -> String {
         is_known.then(|| row(title, &|c| value(c).unwrap_or_else(|| UNKNOWN.to_owned())))
     };
     let (tokens, all) = (comparison.batch.tokens() as f64, comparison.parameters as f64);
+    let elsewhere = candidates.first().map_or("", |c| c.offloaded_to);
     let mut rows = vec![
         row("", &|c| name(c).to_owned()),
         size("parameters", |c| c.estimate.held.params),
@@ -211,7 +212,7 @@ fn strategies(comparison: &Comparison, context: &Context) -> String {
         row("  B/parameter", &|c| format!("{:.1}", c.state() as f64 / all)),
         size("activations", |c| c.estimate.held.activations),
         size("on the device", |c| c.held),
-        size("offloaded", Candidate::offloaded),
+        size(elsewhere, Candidate::offloaded),
     ];
     rows.extend(known("fits", &|c| {
         Some(if c.fits? { "yes" } else { "no" }.to_owned())
@@ -476,6 +477,14 @@ mod tests {
 
         The best strategy depends on the memory of a device: set `--gpu` or `--memory`.
         ");
+        for (home, row) in [
+            ("host", " in host memory  49.6 GiB"),
+            ("file", " in a file      49.6 GiB"),
+        ] {
+            let offloaded = format!("train: {{micro_batch: 1, offload: {{optimizer: {home}}}}}");
+            let text = plan(&offloaded, "none", [1, 2], 1.0);
+            assert!(text.contains(row) && text.contains("60.1 GiB"), "{text}");
+        }
     }
 
     #[test]

@@ -50,6 +50,8 @@ pub struct Candidate {
     pub bubble: f64,
     /// The least time of communication with other data-parallel ranks, in seconds, if the rates of the wires are known.
     pub communication: Option<f64>,
+    /// Where [`Candidate::offloaded`] is.
+    pub offloaded_to: &'static str,
     step: Option<f64>,
 }
 
@@ -86,7 +88,7 @@ impl Candidate {
         held.params + held.grads + held.optimizer - self.offloaded()
     }
 
-    /// Bytes of the optimizer that are in memory of the host, or in a file.
+    /// Bytes of the optimizer that are elsewhere.
     pub fn offloaded(&self) -> u64 {
         self.estimate.held.total() - self.held
     }
@@ -202,6 +204,7 @@ impl<'a> PlannedMesh<'a> {
             .iter()
             .fold(StepTraffic::default(), |most, stage| most.max(stage.sent));
         let held = self.in_memory(&estimate);
+        let is_file = config.train.offload.optimizer == OptimizerOffload::File;
         let chunks = |rank| placement.stages_of(rank);
         let layers = |rank| chunks(rank).map(|stage| self.plan.layers()[stage].len()).sum();
         Ok(Candidate {
@@ -216,6 +219,7 @@ impl<'a> PlannedMesh<'a> {
             tensor: times.busy.tensor,
             bubble: times.bubble,
             communication: StepTimes::communication((cluster, mesh), sent.by_axis),
+            offloaded_to: if is_file { "in a file" } else { "in host memory" },
             step: times.step(config, (cluster, mesh), &sent),
             batch: GlobalBatch::of(config, mesh),
             estimate,

@@ -46,6 +46,8 @@ pub struct Footprint {
     pub in_flight: u64,
     /// State of the optimizer, and masters, on the device.
     pub optimizer: u64,
+    /// The same in memory of the host, and in a file.
+    pub offloaded: [u64; 2],
     /// Of parameters, gradients and optimizer: so that ranks have equal slices of whole chunks.
     pub padding: u64,
     /// Activations of all micro-batches in flight.
@@ -57,13 +59,15 @@ impl Footprint {
         let params = replica.parameters.bytes();
         let padded = replica.parameters.sharding().whole_len();
         let padding = (padded - replica.model.held_count()) as f64 / padded as f64;
+        let state = optimizer.bytes_by_place();
         let elements = params + reducer.sum_bytes() + optimizer.bytes();
         Self {
             params: params as u64,
             gathered: replica.parameters.gathered_bytes() as u64,
             grads: reducer.bytes() as u64,
             in_flight: reducer.in_flight_bytes() as u64,
-            optimizer: optimizer.bytes_by_place().device as u64,
+            optimizer: state.device as u64,
+            offloaded: [state.host as u64, state.file as u64],
             padding: (elements as f64 * padding) as u64,
             activations: replica.pool.allocated_bytes() as u64,
         }
