@@ -58,6 +58,11 @@ pub struct Validated {
 }
 
 impl Validated {
+    /// `run.name`.
+    pub fn run_name(&self) -> String {
+        self.located.config.run.name.clone()
+    }
+
     /// Where the files of the run called `run_id` go.
     pub fn out_dir(&self, run_id: &str) -> PathBuf {
         RunDir::resolve(&self.located.config.run, run_id)

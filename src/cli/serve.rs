@@ -274,7 +274,7 @@ fn serve(args: &ServeArgs) -> Result<u8, CliError> {
             http,
             read_token,
             log_fields: args.log_format == LogFormat::Json,
-            file: None,
+            ..Monitoring::default()
         };
         rendezvous::serve(listener, config, ledger, monitoring, stops.stop())
             .await

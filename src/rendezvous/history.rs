@@ -74,6 +74,9 @@ impl History {
 
     /// Rank 0 told of this loss.
     pub(super) fn note_loss(&mut self, step: u64, loss: f64) {
+        if let Some(last) = self.generations.back_mut() {
+            last.status.step.get_or_insert(step);
+        }
         self.losses.note(step, loss);
     }
 
@@ -184,14 +187,16 @@ mod tests {
     #[test]
     fn steps_that_are_done_again_replace_those_before() {
         let mut history = History::default();
-        for step in [1, 2, 3, 4, 2, 3] {
-            history.note_loss(step, step as f64);
+        for (generation, steps) in [(1, &[1, 2, 3, 4][..]), (2, &[2, 3])] {
+            history.begin(Duration::ZERO, generation, 1, 1, "");
+            for &step in steps {
+                history.note_loss(step, step as f64);
+            }
         }
-        let steps: Vec<u64> = told(&history, Duration::ZERO)
-            .losses
-            .iter()
-            .map(|point| point.step)
-            .collect();
+        let reply = told(&history, Duration::ZERO);
+        let steps: Vec<u64> = reply.losses.iter().map(|point| point.step).collect();
         assert_eq!(steps, [1, 2, 3]);
+        let began: Vec<_> = reply.generations.iter().map(|one| one.step).collect();
+        assert_eq!(began, [Some(1), Some(2)], "a mark for each start");
     }
 }

@@ -116,6 +116,7 @@ pub fn job(name: &str, status: &StatusReply, bounds: Bounds) -> Value {
             "began_ms_ago": generation.began_ms,
             "ended": generation.ended,
             "ended_ms_ago": generation.ended_ms,
+            "step": generation.step,
         })
     });
     json!({
@@ -144,6 +145,8 @@ fn as_json(node: &NodeStatus, shown: &[RankProgress]) -> Value {
             "step_time_s": rank.step_time_s,
             "holds_up_s": rank.holds_up_s,
             "silent_ms": rank.silent_ms,
+            "steps": rank.steps,
+            "tokens_per_s": rank.tokens_per_s,
         })
     });
     json!({

@@ -13,7 +13,8 @@ use nix::sys::signal::Signal;
 use serde_json::Value;
 
 use crate::harness::{
-    Finished, Launch, PATIENCE, Program, ReservedPort, Running, ddp_rendezvous, eventually, launch, temp_dir,
+    Finished, Launch, PATIENCE, Program, ReservedPort, Running, TinyJob, ddp_rendezvous, eventually, launch,
+    temp_dir,
 };
 
 /// When this file exists, the workers end.
@@ -153,6 +154,11 @@ fn answer(mut stream: TcpStream) -> Answer {
 /// The first snapshot of the page's stream.
 #[track_caller]
 fn snapshot(address: &str, query: &str, header: &str) -> Value {
+    snapshot_that(address, query, header, |_| true)
+}
+
+/// The first snapshot of one stream that is as `wanted`.
+fn snapshot_that(address: &str, query: &str, header: &str, wanted: impl Fn(&Value) -> bool) -> Value {
     let mut stream = connect(address);
     write!(
         stream,
@@ -167,11 +173,13 @@ fn snapshot(address: &str, query: &str, header: &str) -> Value {
         bytes.extend_from_slice(&chunk[..read]);
         let text = String::from_utf8_lossy(&bytes);
         // In the body's chunks, a line of its own.
-        if let Some(data) = text
-            .split_once("data: ")
-            .and_then(|(_, data)| Some(data.split_once("\n\n")?.0))
+        let last = text
+            .rfind("\n\n")
+            .and_then(|end| text[..end].rsplit_once("data: "));
+        if let Some(view) = last.map(|(_, data)| serde_json::from_str(data).expect("a snapshot"))
+            && wanted(&view)
         {
-            return serde_json::from_str(data).expect("a snapshot");
+            return view;
         }
     }
 }
@@ -681,16 +689,13 @@ fn a_browser_that_was_lured_here_under_another_name_gets_no_page() {
 
 #[test]
 fn a_launcher_serves_the_page_of_its_own_job() {
-    let dir = temp_dir();
-    let done = dir.path().join("done");
     let reserved = ReservedPort::new();
     let (_, port) = reserved.endpoint.split_once(':').expect("an address");
-    let mut node = launch()
+    let job = TinyJob::new();
+    let endless = job.launch().nproc(2).set("train.steps=1000000");
+    let mut node = endless
         .flag("--status-port", port)
         .flag("--rdzv-id", "own")
-        .nproc(2)
-        .env(DONE, &done)
-        .role("advances")
         .start();
     let printed = node.wait_for(&format!(
         "the job is shown at http://{}/#token=",
@@ -700,16 +705,25 @@ fn a_launcher_serves_the_page_of_its_own_job() {
     let header = format!("Authorization: Bearer {}\r\n", token.trim());
     // Other users of this machine can connect too.
     assert_eq!(get(&reserved.endpoint, "/events", "").status, 401);
-    let shown = eventually("the job runs", || {
-        let view = snapshot(&reserved.endpoint, "", &header);
-        (view["job"]["state"] == "running").then_some(view)
+    let shown = snapshot_that(&reserved.endpoint, "", &header, |view| {
+        view["job"]["losses"]
+            .as_array()
+            .is_some_and(|losses| losses.len() > 2)
     });
     assert_eq!(
         (
+            shown["title"].as_str(),
             shown["job"]["job"].as_str(),
             shown["jobs"].as_array().map(Vec::len)
         ),
-        (Some("own"), Some(1))
+        (Some("tiny"), Some("own"), Some(1))
+    );
+    let rank_0 = &shown["job"]["nodes"][0]["ranks"][0];
+    assert_eq!(rank_0["steps"], 1_000_000, "{rank_0}");
+    assert!(rank_0["tokens_per_s"].as_f64() > Some(0.0), "{rank_0}");
+    assert_eq!(
+        shown["job"]["generations"][0]["step"],
+        shown["job"]["losses"][0][0]
     );
     assert!(
         get(&reserved.endpoint, "/", "")
@@ -721,8 +735,23 @@ fn a_launcher_serves_the_page_of_its_own_job() {
     second
         .expect_exit(69)
         .expect_stderr("choose a different `--status-port`");
-    std::fs::write(&done, "").expect("writable");
-    node.finish().expect_exit(0);
+    // A page that is open sees the end.
+    let mut page = connect(&reserved.endpoint);
+    write!(
+        page,
+        "GET /events HTTP/1.1\r\nHost: {}\r\n{header}\r\n",
+        reserved.endpoint
+    )
+    .expect("a server that reads");
+    node.signal(Signal::SIGTERM);
+    let mut seen = String::new();
+    page.read_to_string(&mut seen).expect("a stream that ends");
+    let last = seen.rsplit("data: ").next().unwrap_or_default();
+    assert!(
+        seen.ends_with("\r\n0\r\n\r\n") && !last.contains("\"running\""),
+        "{last}"
+    );
+    node.finish().expect_exit(143);
 }
 
 #[test]

@@ -108,15 +108,25 @@ def choose_job(page):
     else:
         raise AssertionError("no key leads to the job")
     page.press("Enter", 13, "\r")
-    page.wait("document.getElementById('job-title').textContent === 'nightly-gpt'")
+    page.wait("document.title === 'nightly-gpt'")
     assert page.wait("document.querySelector('#jobs button[aria-pressed=true]').dataset.job") == "nightly-gpt"
+
+
+def check_curve(page):
+    page.wait("document.querySelector('#curve polyline')?.getAttribute('points').split(' ').length >= 8")
+    label = page.ask("document.getElementById('curve').getAttribute('aria-label')")
+    assert "lowest" in label, label
+    labels = page.ask("[...document.querySelectorAll('#curve text')].map((text) => text.textContent)")
+    assert {"step", "loss"} <= set(labels) and len(labels) >= 6, labels
+    edge = page.ask("document.getElementById('curve').getBoundingClientRect().toJSON()")
+    page.call("Input.dispatchMouseEvent", type="mouseMoved", x=edge["x"] + 60, y=edge["y"] + 60)
+    page.wait("/^step [0-9]+: [0-9.]+$/.test(document.getElementById('loss-words').textContent)")
+    page.call("Input.dispatchMouseEvent", type="mouseMoved", x=1, y=1)
 
 
 def check_content(page, job):
     page.wait("document.querySelectorAll('#ranks tr').length === 4")
-    page.wait("document.getElementById('curve').firstElementChild.getAttribute('points').split(' ').length >= 8")
-    label = page.ask("document.getElementById('curve').getAttribute('aria-label')")
-    assert "lowest" in label, label
+    check_curve(page)
     nodes = page.ask("document.getElementById('nodes').textContent")
     assert job.logs in nodes, nodes
     assert page.ask("document.images.length") == 0 and "attacked" not in page.ask("document.title")
@@ -129,10 +139,12 @@ def check_content(page, job):
 
 def check_restart(page, job):
     job.kill_rank(1)
-    first = "document.getElementById('generations').lastElementChild.textContent"
+    first = "document.getElementById('restarts').lastElementChild.textContent"
     page.wait(f"{first}.includes('died of SIGKILL')")
-    page.wait("document.querySelectorAll('#generations li').length === 2")
-    page.wait("document.getElementById('facts').textContent.includes('generation 2, restarts 1 of 3')")
+    page.wait("document.querySelectorAll('#restarts li').length === 2")
+    page.wait("document.getElementById('facts').textContent.includes('restarts 1 of 3')")
+    mark = page.wait("document.querySelector('#curve .restart title')?.textContent")
+    assert mark.startswith("restart 1 at step ") and "died of SIGKILL" in mark, mark
     check_content(page, job)
 
 
@@ -146,6 +158,14 @@ def check_looks(page, pictures):
     assert (light, dark) == ("rgb(255, 255, 255)", "rgb(13, 17, 23)"), (light, dark)
     page.resize(390, 844)
     assert page.ask("document.documentElement.scrollWidth") <= 390, "a phone does not scroll sideways"
+
+
+def check_end(page, job):
+    (job.folder / "nightly-gpt" / "done").touch()
+    page.wait("!document.getElementById('ended').hidden")
+    assert page.ask("document.getElementById('ended').textContent").startswith("The job has ended: ")
+    assert page.ask("document.querySelectorAll('#ranks tr').length") == 4, "its last state stays"
+    check_curve(page)
 
 
 def main():
@@ -167,6 +187,7 @@ def main():
             "content": lambda: check_content(page, job),
             "restart": lambda: check_restart(page, job),
             "dark and small": lambda: check_looks(page, args.pictures),
+            "end": lambda: check_end(page, job),
         }
         for name, check in checks.items():
             check()

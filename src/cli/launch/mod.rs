@@ -167,6 +167,7 @@ async fn bind(
     let incarnation = format!("{launcher_id}-{:032x}", rand::random::<u128>());
     let mut monitoring = monitoring(facts, hosting.daemon.is_some())?;
     monitoring.file.clone_from(&facts.metrics_file);
+    monitoring.title = launch.title;
     let start = |daemon| Daemon::start(daemon, monitoring, &plan.job_id, &incarnation);
     let daemon = hosting.daemon.map(start);
     let plan = BoundPlan {

@@ -46,6 +46,8 @@ pub struct Launch {
     pub plan: LaunchPlan,
     /// For [`super::host::resolve_host`].
     pub host: HostFacts,
+    /// Name of the run, for people.
+    pub title: String,
     /// The settings that were given.
     pub given: Vec<Given>,
     /// What `plan` comes to for its first worker.
@@ -171,6 +173,7 @@ pub fn resolve(
     Ok(Launch {
         environment: environment_of(&plan, &get_env),
         host: host_facts(settings, &plan, &get_env),
+        title: (validated.as_ref()).map_or_else(|| plan.command.display_name.clone(), Validated::run_name),
         found_run: found_run(validated.as_ref().filter(|_| dry_run), &plan.run_id, alone)?,
         plan,
         given,

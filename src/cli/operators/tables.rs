@@ -285,6 +285,7 @@ mod tests {
                     ended: "rank 1 (node `node0`) died of SIGKILL".into(),
                     began_ms: 95_000,
                     ended_ms: Some(30_000),
+                    step: None,
                 },
                 GenerationStatus {
                     generation: 2,

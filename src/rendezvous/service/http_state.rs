@@ -9,7 +9,7 @@ use axum::http::header::{self, HeaderMap, HeaderValue};
 use axum::response::{IntoResponse, Response};
 use ddp_proto::trust::token::Token;
 use hyper::body::Bytes;
-use tokio::sync::{Mutex, Semaphore, mpsc, oneshot};
+use tokio::sync::{Mutex, Semaphore, mpsc, oneshot, watch};
 use tokio::time::timeout;
 
 use super::actor;
@@ -32,7 +32,12 @@ pub(super) struct Http {
     pub(super) metrics: Arc<Metrics>,
     /// Hash of the read token: comparing hashes takes the same time wherever tokens differ.
     read_token: Option<blake3::Hash>,
+    /// One is held until the last byte of a page's stream is on its way.
     pub(super) page_slots: Arc<Semaphore>,
+    /// True when the daemon ends.
+    pub(super) closing: watch::Sender<bool>,
+    /// What a job's page is called; empty: like the job.
+    pub(super) title: String,
     /// Held during a look: others wait for it.
     seen: Mutex<Option<Seen>>,
 }
@@ -51,12 +56,15 @@ impl Http {
         requests: mpsc::Sender<actor::Request>,
         metrics: Arc<Metrics>,
         read_token: Option<&Token>,
+        title: String,
     ) -> Self {
         Self {
             requests,
             metrics,
             read_token: read_token.map(|token| blake3::hash(token.reveal().as_bytes())),
             page_slots: Arc::new(Semaphore::new(MAX_PAGES)),
+            closing: watch::Sender::new(false),
+            title,
             seen: Mutex::default(),
         }
     }
@@ -176,7 +184,7 @@ mod tests {
             }
         });
         let token = token.map(|token| Token::parse(token).unwrap());
-        let http = Http::new(requests, Arc::new(Metrics::new()), token.as_ref());
+        let http = Http::new(requests, Arc::new(Metrics::new()), token.as_ref(), String::new());
         (http, looks)
     }
 

@@ -11,8 +11,9 @@ use axum::response::sse::{Event, Sse};
 use axum::response::{Html, IntoResponse, Response};
 use ddp_proto::rendezvous::{JobsReply, StatusReply};
 use hyper::StatusCode;
-use tokio::sync::{OwnedSemaphorePermit, mpsc};
+use tokio::sync::mpsc;
 use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
+use tokio_stream::StreamExt as _;
 use tokio_stream::wrappers::ReceiverStream;
 
 use super::actor::Request;
@@ -89,22 +90,27 @@ pub(super) async fn events(
         return (StatusCode::SERVICE_UNAVAILABLE, full).into_response();
     };
     let (snapshots, receiver) = mpsc::channel(1);
-    tokio::spawn(send(http, job, snapshots, slot));
-    Sse::new(ReceiverStream::new(receiver)).into_response()
+    tokio::spawn(send(http, job, snapshots));
+    let snapshots = ReceiverStream::new(receiver).map(move |snapshot| {
+        let _ = &slot;
+        snapshot
+    });
+    Sse::new(snapshots).into_response()
 }
 
-/// Sends snapshots until the page is gone.
-async fn send(
-    http: Arc<Http>,
-    job: Option<String>,
-    snapshots: mpsc::Sender<Result<Event, Infallible>>,
-    _slot: OwnedSemaphorePermit,
-) {
+/// Sends snapshots until the page is gone, and the last one when the daemon ends.
+async fn send(http: Arc<Http>, job: Option<String>, snapshots: mpsc::Sender<Result<Event, Infallible>>) {
     let until = Instant::now() + LONGEST_STREAM;
     let mut ticks = interval(SNAPSHOT_INTERVAL);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    while Instant::now() < until {
-        ticks.tick().await;
+    let mut closing = http.closing.subscribe();
+    let mut is_last = false;
+    while !is_last && Instant::now() < until {
+        // Cancel safe: a tick that is lost would come after the last snapshot.
+        tokio::select! {
+            _ = ticks.tick() => {}
+            _ = closing.wait_for(|closing| *closing) => is_last = true,
+        }
         let Some(jobs) = http.ask(Request::Jobs).await else {
             return;
         };
@@ -112,7 +118,7 @@ async fn send(
             Some(job) => status(&http, &job).await.map(|status| (job, status)),
             None => None,
         };
-        let event = snapshot(&jobs, status.as_ref());
+        let event = snapshot(&http.title, &jobs, status.as_ref());
         let sent = timeout(SEND_TIMEOUT, snapshots.send(Ok(event))).await;
         if !matches!(sent, Ok(Ok(()))) {
             return;
@@ -136,8 +142,9 @@ fn chosen(asked: Option<&str>, jobs: &JobsReply) -> Option<String> {
     }
 }
 
-fn snapshot(jobs: &JobsReply, status: Option<&(String, StatusReply)>) -> Event {
+fn snapshot(title: &str, jobs: &JobsReply, status: Option<&(String, StatusReply)>) -> Event {
     let mut value = report::jobs(jobs, BOUNDS);
+    value["title"] = title.into();
     value["job"] = status.map_or(serde_json::Value::Null, |(job, status)| {
         report::job(job, status, BOUNDS)
     });

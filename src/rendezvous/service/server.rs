@@ -26,7 +26,7 @@ use tonic::{Response, Status, Streaming};
 use super::actor::{Actor, Request, sleep_until};
 use super::connection::{Listener, accept_all};
 use super::connection_limits::{Active, Connection, ConnectionLimits, Limited};
-use super::http_state::Http;
+use super::http_state::{Http, MAX_PAGES};
 use super::ledger::{Ledger, LedgerError};
 use super::metrics::Metrics;
 use super::{http, metrics_file};
@@ -42,7 +42,7 @@ const PART_BYTES: usize = 16 << 10;
 const MAX_REASON_BYTES: usize = 1024;
 /// Connections that have shaken hands and wait for the server.
 const READY_CONNECTIONS: usize = 64;
-/// How long connections may take to end when no agent is left.
+/// How long pages and connections may take to end when no agent is left.
 const CLOSE_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// Why the daemon stopped serving.
@@ -63,6 +63,8 @@ pub struct Monitoring {
     pub http: Option<TcpListener>,
     /// Shows the page and the names of jobs in metrics. Without one, they are for the daemon's own machine.
     pub read_token: Option<Token>,
+    /// What a job's page is called; empty: like the job.
+    pub title: String,
     /// Events carry job, generation and node apart from their words.
     pub log_fields: bool,
     /// Has the numbers of the one job, until its end.
@@ -96,8 +98,10 @@ pub async fn serve(
     tasks.spawn(actor.run());
     let has_page = monitoring.http.is_some();
     let [limits, page_limits] = ConnectionLimits::of_ports(&config, &metrics, has_page);
+    let (read_token, title) = (monitoring.read_token, monitoring.title);
+    let http = Http::new(requests.clone(), metrics.clone(), read_token.as_ref(), title);
+    let (page_slots, end_pages) = (http.page_slots.clone(), http.closing.clone());
     if let Some(listener) = monitoring.http {
-        let http = Http::new(requests.clone(), metrics.clone(), monitoring.read_token.as_ref());
         tasks.spawn(async move {
             http::serve(listener, http, page_limits).await;
             Ok(())
@@ -137,6 +141,9 @@ pub async fn serve(
         shutdown.await;
         health.set_not_serving::<RendezvousServer<Service>>().await;
         await_agents(&requests, &config).await;
+        end_pages.send_replace(true);
+        // Pages show how their jobs ended. One that does not read does not keep the daemon.
+        let _ = tokio::time::timeout(CLOSE_TIMEOUT, page_slots.acquire_many(MAX_PAGES as u32)).await;
     };
     // Cancel safe: `server` is polled to its end or dropped for good, and `join_next` loses nothing.
     tokio::select! {

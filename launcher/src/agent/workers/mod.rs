@@ -23,7 +23,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant, SystemTime};
 
-use ddp_proto::control::{Collective, PeerWait, Phase, Sizes, ToAgent};
+use ddp_proto::control::{Collective, PeerWait, Phase, Progress, Sizes, ToAgent};
 use ddp_proto::env::WorkerEnv;
 use ddp_proto::ids::{Generation, GlobalRank, LocalRank};
 use ddp_proto::rendezvous::{Assignment, Heartbeat, LostRank, RankProgress};
@@ -59,6 +59,8 @@ struct Worker {
     /// Its last sign of life.
     beat: Option<Beat>,
     pace: Pace,
+    /// Of the whole run, as rank 0 of a native one says.
+    progress: Option<Progress>,
     /// It has sent a heartbeat, and not closed its connection since.
     is_watched: bool,
     /// A control connection of it was refused.
@@ -271,7 +273,9 @@ impl WorkerGroup {
                 let at = Instant::now();
                 let fresh = at.checked_sub(Duration::from_millis(quiet_ms)).unwrap_or(at);
                 (worker.waits, worker.activity) = (waits, activity);
-                let loss = loss.or_else(|| progress.map(|progress| progress.loss));
+                let loss = loss.or(progress.as_ref().map(|progress| progress.loss));
+                let loss = loss.filter(|_| worker.rank == GlobalRank(0));
+                worker.progress = progress.or(worker.progress.take());
                 is_urgent = worker.pace.note(fresh, step, phase, loss, waited_s);
                 worker.beat = Some(Beat {
                     at,
@@ -373,7 +377,12 @@ impl WorkerGroup {
         let told = self.workers.iter().filter_map(|worker| {
             let beat = worker.beat?;
             let silence = now.saturating_duration_since(beat.fresh);
-            Some(worker.pace.report(worker.rank.0, beat.step, silence))
+            let progress = worker.progress.as_ref();
+            Some(RankProgress {
+                steps: progress.map(|progress| progress.steps),
+                tokens_per_s: progress.map(|progress| progress.tokens_per_s),
+                ..worker.pace.report(worker.rank.0, beat.step, silence)
+            })
         });
         told.take(pace::MAX_REPORTED).collect()
     }
@@ -600,6 +609,7 @@ impl Worker {
             pid: None,
             beat: None,
             pace: Pace::default(),
+            progress: None,
             is_watched: false,
             was_refused: false,
             sizes: None,

@@ -84,7 +84,8 @@ pub(super) struct Pace {
 }
 
 impl Pace {
-    /// The worker had something to say `at` this moment. True if it has become known how long it waits for others.
+    /// The worker had something to say `at` this moment; only rank 0 gives a loss. True if the daemon must get it at once:
+    /// the first loss, one every [`MARK_INTERVAL`] and the last, and how long it waits for others once that is known.
     pub(super) fn note(
         &mut self,
         at: Instant,
@@ -93,13 +94,14 @@ impl Pace {
         loss: Option<f64>,
         waited_s: Option<f64>,
     ) -> bool {
+        let is_first = self.loss.is_none();
         self.loss = loss.filter(|loss| loss.is_finite()).or(self.loss);
         // The first step begins with what the start has left to do.
         if phase == Phase::Starting {
             return false;
         }
         match self.last {
-            Some(last) if last.step == step => return false,
+            Some(last) if last.step == step => return phase == Phase::Finishing && self.loss.is_some(),
             // It counts anew.
             Some(last) if last.step > step => {
                 self.marks.clear();
@@ -114,10 +116,11 @@ impl Pace {
             self.marks.pop_front();
         }
         let newest = self.marks.back();
-        if newest.is_none_or(|newest| now.time_since(*newest) >= MARK_INTERVAL) {
+        let is_marked = newest.is_none_or(|newest| now.time_since(*newest) >= MARK_INTERVAL);
+        if is_marked {
             self.marks.push_back(now);
         }
-        self.waits.note(now, waited_s)
+        self.waits.note(now, waited_s) || (self.loss.is_some() && (is_marked || is_first))
     }
 
     /// Seconds a step, averaged over the window; none until that is long enough.
@@ -135,7 +138,7 @@ impl Pace {
             rank,
             step,
             step_time_s: self.step_time_s(),
-            loss: self.loss.filter(|_| rank == 0),
+            loss: self.loss,
             silent_ms: u64::try_from(silence.as_millis()).unwrap_or(u64::MAX),
             waited_low_s: waited.map(|[low, _]| low),
             waited_high_s: waited.map(|[_, high]| high),
@@ -158,12 +161,19 @@ mod tests {
         assert_eq!(pace.report(0, 1, Duration::ZERO).step_time_s, None);
         assert_eq!(pace.report(0, 1, Duration::ZERO).loss, None);
         pace.note(at(9500), 1, Phase::Training, Some(2.5), None);
-        pace.note(at(10_000), 6, Phase::Training, None, None);
+        assert!(
+            !pace.note(at(9600), 2, Phase::Training, Some(2.5), None),
+            "one a second"
+        );
+        assert!(pace.note(at(10_000), 6, Phase::Training, Some(2.5), None));
         let told = pace.report(0, 6, Duration::from_millis(7));
         assert_eq!(told.step_time_s, Some(0.2), "five steps in a second");
         assert_eq!((told.loss, told.silent_ms), (Some(2.5), 7));
-        assert_eq!(pace.report(1, 6, Duration::ZERO).loss, None, "rank 0's only");
-        pace.note(at(11_000), 10, Phase::Saving, None, None);
+        assert!(pace.note(at(11_000), 10, Phase::Saving, None, None));
+        assert!(
+            pace.note(at(11_500), 10, Phase::Finishing, None, None),
+            "the last one"
+        );
         assert_eq!(
             pace.report(0, 10, Duration::ZERO).step_time_s,
             Some(2.0 / 9.0),
@@ -174,6 +184,12 @@ mod tests {
             pace.report(0, 3, Duration::ZERO).step_time_s,
             None,
             "it counts anew"
+        );
+        let mut pace = Pace::default();
+        assert!(!pace.note(at(0), 0, Phase::Training, None, None));
+        assert!(
+            pace.note(at(10), 1, Phase::Training, Some(2.5), None),
+            "the first loss"
         );
     }
 
