@@ -143,16 +143,13 @@ fn run(args: Args, guardian: Guardian) -> ExitCode {
             return fail(&error);
         }
     };
-    let exit_code = runtime.block_on(async {
+    runtime.block_on(async {
         let outcome = ddp_launcher::run(plan, guardian).await;
         if let Some(daemon) = daemon {
             daemon.finish().await;
         }
         ExitCode::from(outcome.exit_code)
-    });
-    // Not even for a file system that hangs.
-    runtime.shutdown_background();
-    exit_code
+    })
 }
 
 /// Finds the daemon, or starts it in this process.

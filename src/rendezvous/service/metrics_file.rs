@@ -5,14 +5,14 @@
 use std::fmt::Write as _;
 use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt as _;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::thread;
 use std::time::Duration;
 
 use ddp_launcher::replace_file;
 use serde_json::Value;
 use tokio::sync::{mpsc, oneshot};
-use tokio::task::spawn_blocking;
-use tokio::time::timeout;
 
 use super::actor::Request;
 use crate::rendezvous::report::{self, Bounds};
@@ -20,38 +20,50 @@ use crate::rendezvous::report::{self, Bounds};
 /// Time between two writes, and, until there is a job, between two looks.
 const INTERVALS: [Duration; 2] = [Duration::from_secs(15), Duration::from_secs(1)];
 
-/// Keeps the file until the sender of `stopped` is gone, then removes it.
-pub(super) async fn keep(path: PathBuf, requests: mpsc::Sender<Request>, mut stopped: oneshot::Receiver<()>) {
-    let mut has_failed = false;
-    loop {
-        let text = text(&requests).await;
-        let interval = INTERVALS[usize::from(text.is_none())];
-        let file = path.clone();
-        let write = move || {
-            replace_file(&file, text.unwrap_or_default().as_bytes())?;
-            // The collector is another user.
-            fs::set_permissions(&file, Permissions::from_mode(0o644))
-        };
-        if let Ok(Err(error)) = spawn_blocking(write).await
+/// Starts the thread that keeps the file until the sender of `stopped` is gone. The file is removed when the answer fails.
+///
+/// It has no other thread to ask for: later, the machine may have none left to give.
+pub(super) fn start(
+    path: PathBuf,
+    requests: mpsc::Sender<Request>,
+    stopped: Receiver<()>,
+) -> oneshot::Receiver<()> {
+    let (removing, removed) = oneshot::channel();
+    let keep = move || {
+        keep(&path, &requests, &stopped);
+        drop(removing);
+    };
+    if let Err(error) = thread::Builder::new().name("metrics-file".into()).spawn(keep) {
+        tracing::error!("cannot start the thread of `--metrics-file`: {error}; the job continues");
+    }
+    removed
+}
+
+fn keep(path: &Path, requests: &mpsc::Sender<Request>, stopped: &Receiver<()>) {
+    let (mut interval, mut has_failed) = (Duration::ZERO, false);
+    while let Err(RecvTimeoutError::Timeout) = stopped.recv_timeout(interval) {
+        let text = text(requests);
+        interval = INTERVALS[usize::from(text.is_none())];
+        let written = replace_file(path, text.unwrap_or_default().as_bytes());
+        // The collector is another user.
+        let shown = written.and_then(|()| fs::set_permissions(path, Permissions::from_mode(0o644)));
+        if let Err(error) = shown
             && !std::mem::replace(&mut has_failed, true)
         {
             let path = path.display();
             let hint = "hint: users of this machine must be able to write to the folder";
             tracing::error!("cannot write `--metrics-file {path}`: {error}; the job continues\n  {hint}");
         }
-        if timeout(interval, &mut stopped).await.is_ok() {
-            break;
-        }
     }
     // It is not there if no write succeeded.
-    let _ = spawn_blocking(move || fs::remove_file(path)).await;
+    let _ = fs::remove_file(path);
 }
 
 /// None without a job.
-async fn text(requests: &mpsc::Sender<Request>) -> Option<String> {
+fn text(requests: &mpsc::Sender<Request>) -> Option<String> {
     let (answer, jobs) = oneshot::channel();
-    requests.send(Request::Jobs(answer)).await.ok()?;
-    let jobs = report::jobs(&jobs.await.ok()?, Bounds::NONE);
+    requests.blocking_send(Request::Jobs(answer)).ok()?;
+    let jobs = report::jobs(&jobs.blocking_recv().ok()?, Bounds::NONE);
     jobs["jobs"].get(0).map(text_of)
 }
 

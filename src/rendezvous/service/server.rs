@@ -107,9 +107,9 @@ pub async fn serve(
             Ok(())
         });
     }
-    let (stop, stopped) = oneshot::channel();
+    let (stop, stopped) = std::sync::mpsc::channel();
     let file = monitoring.file;
-    let file = file.map(|path| tokio::spawn(metrics_file::keep(path, requests.clone(), stopped)));
+    let file = file.map(|path| metrics_file::start(path, requests.clone(), stopped));
     let service = Service {
         requests: requests.clone(),
         last_conn: AtomicU64::new(0),
