@@ -263,7 +263,10 @@ pub struct Progress {
     /// Learning rate of the last step.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lr: Option<f64>,
-    /// Share of the peak rate of all GPUs that the model's arithmetic reaches, where the peak is known.
+    /// Floating-point operations of the model a second, over all ranks.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub model_flops_per_s: Option<f64>,
+    /// Their share of the peak rate of all GPUs, where that is known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mfu: Option<f64>,
 }
@@ -393,6 +396,7 @@ mod tests {
             val_loss: Some(3.29),
             val_step: None,
             lr: Some(6e-4),
+            model_flops_per_s: None,
             mfu: None,
         };
         let line = format!("[0] step 100000/600000 {progress}");

@@ -147,6 +147,8 @@ fn as_json(node: &NodeStatus, shown: &[RankProgress]) -> Value {
             "silent_ms": rank.silent_ms,
             "steps": rank.steps,
             "tokens_per_s": rank.tokens_per_s,
+            "model_flops_per_s": rank.model_flops_per_s,
+            "mfu": rank.mfu,
         })
     });
     json!({

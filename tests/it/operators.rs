@@ -203,6 +203,7 @@ pub(crate) fn advances() {
             val_loss: None,
             val_step: None,
             lr: None,
+            model_flops_per_s: None,
             mfu: None,
         });
         session.heartbeat(step, Phase::Training, progress);
@@ -721,6 +722,7 @@ fn a_launcher_serves_the_page_of_its_own_job() {
     let rank_0 = &shown["job"]["nodes"][0]["ranks"][0];
     assert_eq!(rank_0["steps"], 1_000_000, "{rank_0}");
     assert!(rank_0["tokens_per_s"].as_f64() > Some(0.0), "{rank_0}");
+    assert!(rank_0["model_flops_per_s"].as_f64() > Some(0.0), "{rank_0}");
     assert_eq!(
         shown["job"]["generations"][0]["step"],
         shown["job"]["losses"][0][0]

@@ -204,6 +204,7 @@ mod tests {
             val_loss: None,
             val_step: None,
             lr: None,
+            model_flops_per_s: None,
             mfu: None,
         };
         let names = |status: &Value| {

@@ -302,6 +302,7 @@ pub(crate) fn reports_progress() {
         val_loss: None,
         val_step: None,
         lr: Some(1e-3),
+        model_flops_per_s: None,
         mfu: None,
     };
     session.say(&heartbeat_of(3, Phase::Training, Some(progress), None));

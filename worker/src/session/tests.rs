@@ -282,6 +282,7 @@ fn the_last_heartbeat_is_repeated() {
         val_loss: None,
         val_step: None,
         lr: None,
+        model_flops_per_s: None,
         mfu: None,
     };
     session.heartbeat(7, Phase::Training, Some(progress.clone()));

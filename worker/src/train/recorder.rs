@@ -94,6 +94,7 @@ impl Recorder {
             val_loss: last.map(|(loss, _)| loss),
             val_step: last.map(|(_, step)| step),
             lr: Some(line.lr),
+            model_flops_per_s: Some(achieved.model_flops_per_s),
             mfu: achieved.mfu,
         };
         // A line is of its step alone. The bar, which comes and goes, keeps the last validation.

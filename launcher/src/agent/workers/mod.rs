@@ -381,6 +381,8 @@ impl WorkerGroup {
             Some(RankProgress {
                 steps: progress.map(|progress| progress.steps),
                 tokens_per_s: progress.map(|progress| progress.tokens_per_s),
+                model_flops_per_s: progress.and_then(|progress| progress.model_flops_per_s),
+                mfu: progress.and_then(|progress| progress.mfu),
                 ..worker.pace.report(worker.rank.0, beat.step, silence)
             })
         });

@@ -91,6 +91,7 @@ mod tests {
             val_loss: Some(2.5),
             val_step: None,
             lr: Some(3e-4),
+            model_flops_per_s: None,
             mfu: None,
             tokens_per_s: 123_456.7,
             seconds_left,
