@@ -84,8 +84,8 @@ struct ServeArgs {
     #[arg(long, value_name = "S", default_value = "5", value_parser = values::seconds)]
     reconnect_grace: Duration,
     /// A silent node is lost after this long, even if its peers make progress
-    #[arg(long, value_name = "S", default_value = "600", value_parser = values::seconds)]
-    outage_timeout: Duration,
+    #[arg(long, alias = "outage-timeout", value_name = "S", default_value = "600", value_parser = values::seconds)]
+    silence_limit: Duration,
     /// With `--state-dir`: how long a restarted daemon waits for the nodes of a running generation
     #[arg(long, value_name = "S", default_value = "60", value_parser = values::seconds)]
     reattach_wait: Duration,
@@ -139,7 +139,7 @@ impl ServeArgs {
         rendezvous::Config {
             lease: self.lease,
             reconnect_grace: self.reconnect_grace,
-            outage_timeout: self.outage_timeout,
+            silence_limit: self.silence_limit,
             reattach_wait: self.reattach_wait,
             culprit_wait: self.culprit_wait,
             last_call: self.last_call,

@@ -43,7 +43,7 @@ pub struct Config {
     pub reconnect_grace: Duration,
     /// A silent node is lost after this long at the latest, however much its peers advance; after 60 s if its connection was
     /// closed.
-    pub outage_timeout: Duration,
+    pub silence_limit: Duration,
     /// How long a node may train without the daemon where other nodes can take its place. See `job/takeover`.
     pub takeover: Duration,
     /// A daemon that was restarted with its ledger waits so long for the nodes of a generation that runs.
@@ -130,7 +130,7 @@ impl Default for Config {
             join_wait: Duration::from_secs(5),
             lease: Duration::from_secs(9),
             reconnect_grace: Duration::from_secs(5),
-            outage_timeout: Duration::from_mins(10),
+            silence_limit: Duration::from_mins(10),
             takeover: Duration::from_secs(15),
             reattach_wait: Duration::from_mins(1),
             culprit_wait: Duration::from_millis(500),

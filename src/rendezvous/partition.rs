@@ -1,6 +1,6 @@
 //! Suspects that the daemon's own network is down: all nodes of all jobs are rarely lost at once.
 //!
-//! While the suspicion holds, the daemon loses no node, for [`Config::outage_timeout`](super::Config) at most. As soon as it
+//! While the suspicion holds, the daemon loses no node, for [`Config::silence_limit`](super::Config) at most. As soon as it
 //! hears any node, also a new one, every node has one more lease to reach it.
 //!
 //! A daemon that was itself stopped is another case: its timer fires late, and it renews all leases.
@@ -25,7 +25,7 @@ impl PartitionSuspicion {
 
     /// The suspicion ends with the outage: no message has to arrive for that.
     pub(super) fn holds(&self, now: Duration, config: &Config) -> bool {
-        self.is_suspected && self.silence(now) <= config.outage_timeout
+        self.is_suspected && self.silence(now) <= config.silence_limit
     }
 
     /// The event proves that the network works. The daemon's own pings may have closed a stream after a long silence, and
@@ -50,7 +50,7 @@ impl PartitionSuspicion {
     pub(super) fn is_due(&self, now: Duration, config: &Config, has_streams: impl FnOnce() -> bool) -> bool {
         let silence = self.silence(now);
         // Not earlier: each suspicion gives lost nodes one more lease.
-        let is_long = silence > config.heartbeat_interval() * 2 && silence <= config.outage_timeout;
+        let is_long = silence > config.heartbeat_interval() * 2 && silence <= config.silence_limit;
         is_long && (self.is_suspected || has_streams())
     }
 

@@ -398,7 +398,7 @@ impl Daemon {
                 "no node has been heard for {:.1} s: the daemon's own network may be down; no node is lost for that, \
                  for up to {:.0} s",
                 self.partition.silence(now).as_secs_f64(),
-                config.outage_timeout.as_secs_f64()
+                config.silence_limit.as_secs_f64()
             ));
         }
         self.renew_leases(now + config.heartbeat_interval());

@@ -115,7 +115,7 @@ fn a_daemon_with_a_ledger_waits_for_a_node_that_is_cut_off() {
     let y = split.node("y").start();
     daemon.wait_for("` joined from ");
     x.signal(Signal::SIGCONT);
-    x.wait_for("generation 1 continues without a restart");
+    x.wait_for("the workers continue without a restart");
     split.release();
     x.finish().expect_exit(0);
     let y = y.finish();

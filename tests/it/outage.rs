@@ -71,7 +71,7 @@ impl Pair {
         self.kill_the_daemon();
         self.bring_it_back();
         for node in &mut self.nodes {
-            node.wait_for("generation 1 continues without a restart");
+            node.wait_for("the workers continue without a restart");
         }
     }
 

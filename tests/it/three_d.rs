@@ -99,7 +99,7 @@ fn the_report_and_the_other_ranks_say_in_which_action_they_were() {
         .filter(|line| line.contains("error: rank ") && line.contains(" stopped ("));
     for survivor in survivors.clone() {
         assert!(
-            survivor.contains("): the launcher ended this generation: rank 5 (node"),
+            survivor.contains("): the launcher stopped the workers: rank 5 (node"),
             "{survivor}"
         );
         let is_action = [" of micro-batch ", "reduction and update"].map(|action| survivor.contains(action));

@@ -224,6 +224,7 @@ mod tests {
             writers: [Box::new(io::sink()), Box::new(Said(sender))],
             is_file: [false; 2],
             is_one_place: false,
+            looks: [ddp_proto::printable::Look::default(); 2],
         };
         (Console::start(output, false).unwrap(), said)
     }

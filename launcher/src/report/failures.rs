@@ -152,7 +152,7 @@ pub(crate) fn earlier(text: &mut String, facts: &ReportFacts) {
     let Some(first) = causes.min_by_key(|failure| failure.generation) else {
         return;
     };
-    let _ = write!(text, "\n  earlier, in generation {}: ", first.generation);
+    text.push_str("\n  earlier, before a restart: ");
     let Some(exit) = &first.exit else {
         text.push_str(&first.node_gone);
         return;

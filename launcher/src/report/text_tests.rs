@@ -95,9 +95,8 @@ fn what_is_said_once_is_not_repeated() {
         "  hint: take another".into(),
     ];
     let mut follower = end(1, Ending::Code(1), None, 40);
-    follower.message = Some(
-        "rank 1 stopped: the launcher ended this generation: rank 0 (node `a`) exited with code 2".into(),
-    );
+    follower.message =
+        Some("rank 1 stopped: the launcher stopped the workers: rank 0 (node `a`) exited with code 2".into());
     follower.consequence = true;
     let exit_reason = job_over("", exit, "a");
     insta::assert_snapshot!(text(&exit_reason, &[end(0, Ending::Code(2), None, 0), follower], None), @r"
@@ -425,7 +424,7 @@ fn later_failures_of_other_nodes_are_told_in_a_line_each() {
       rank 6 (node `c`): died of SIGKILL (0.1 s earlier)
       rank 4 (node `b`): exited with code 1 as a consequence (0.3 s later)
       node `d` (node rank 3) was lost: no heartbeat for 9.0 s (8.0 s later)
-      earlier, in generation 1: rank 3 (node `b`) exited with code 9
+      earlier, before a restart: rank 3 (node `b`) exited with code 9
     ");
 }
 
@@ -454,7 +453,7 @@ fn the_first_failure_of_the_job_is_told_in_a_line_if_another_one_ended_it() {
     error: `train.yaml` failed
       first failure: rank 0 (node `a`, pid 4711) exited with code 3 after 12.3 s at 22:13:20 UTC
         no output on stderr
-      earlier, in generation 0: rank 1 (node `b`) exited with code 42: CUDA out of memory; log file: logs/attempt_0/1/stderr.log
+      earlier, before a restart: rank 1 (node `b`) exited with code 42: CUDA out of memory; log file: logs/attempt_0/1/stderr.log
     ");
 }
 

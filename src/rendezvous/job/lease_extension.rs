@@ -2,7 +2,7 @@
 //!
 //! A step of synchronous training needs every rank. So each heartbeat that tells of two more steps proves that all
 //! members took part in one after the earlier of them: the first of the two may have been under way. A silent node is lost
-//! when training has not advanced for as long as it may be silent itself, or [`Config::outage_timeout`] after its last
+//! when training has not advanced for as long as it may be silent itself, or [`Config::silence_limit`] after its last
 //! word; [`RECONNECT_LIMIT`] after it if its connection was closed, as that of a process that dies. Nothing is proved
 //! where workers report no steps, nor once a worker has failed.
 
@@ -27,9 +27,9 @@ const RECONNECT_LIMIT: Duration = Duration::from_mins(1);
 /// The longest time that the daemon waits for a silent node.
 fn limit(config: &Config, node: &Node) -> Duration {
     if node.was_closed() {
-        config.outage_timeout.min(RECONNECT_LIMIT)
+        config.silence_limit.min(RECONNECT_LIMIT)
     } else {
-        config.outage_timeout
+        config.silence_limit
     }
 }
 

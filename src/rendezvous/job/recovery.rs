@@ -144,18 +144,15 @@ impl Recovery {
 
     /// What the nodes that are there wait for.
     pub(super) fn waiting_words(&self, now: Duration) -> String {
-        let Self {
-            generation, claims, ..
-        } = self;
         let more = messages::time_left(self.until, now);
         let Some(count) = self.node_count() else {
             return format!(
-                "the rendezvous daemon was restarted; waiting for the nodes of generation {generation} to reconnect{more}"
+                "the rendezvous daemon was restarted; waiting for the nodes of the job to reconnect{more}"
             );
         };
         format!(
-            "the rendezvous daemon was restarted; {} of {} of generation {generation} reconnected; waiting for {}{more}",
-            claims.len(),
+            "the rendezvous daemon was restarted; {} of {} reconnected; waiting for {}{more}",
+            self.claims.len(),
             messages::nodes(count),
             self.missing_words()
         )
@@ -298,7 +295,7 @@ impl Job {
             join.hostname
         );
         self.give_up_recovery(context, &why);
-        Err(started_again(generation, &why))
+        Err(started_again(&why))
     }
 
     /// The place of a node in a generation that may still be taken up, or why it is not.
@@ -318,7 +315,7 @@ impl Job {
         }
         let Ok((place, assignment)) = checked else {
             self.mark_ended(context, generation, &join.hostname);
-            return Err(started_again(generation, ""));
+            return Err(started_again(""));
         };
         // Whatever becomes of the generation, it and those before it have cost what they have cost.
         let account = Account::read_from(assignment);
@@ -334,17 +331,14 @@ impl Job {
         }
         if place.over {
             self.mark_ended(context, generation, &join.hostname);
-            return Err(started_again(generation, " after this generation had ended"));
+            return Err(started_again(" when its workers had to stop"));
         }
         if self.counter.has_ended(generation) {
-            return Err(started_again(
-                generation,
-                ", and this generation had ended on another node",
-            ));
+            return Err(started_again(", and the workers had to stop on another node"));
         }
         if context.config.only_job.is_some() {
             self.counter.mark_ended(generation);
-            return Err(started_again(generation, " together with the node that hosts it"));
+            return Err(started_again(" together with the node that hosts it"));
         }
         Ok(place)
     }
@@ -561,8 +555,8 @@ impl Job {
 }
 
 /// Why the workers of a node are stopped.
-fn started_again(generation: u64, why: &str) -> String {
-    format!("the rendezvous daemon was restarted{why}: restarting the workers of generation {generation}")
+fn started_again(why: &str) -> String {
+    format!("the rendezvous daemon was restarted{why}: restarting the workers")
 }
 
 /// The place that a node tells, if it can have been given it.

@@ -75,12 +75,7 @@ impl Job {
     /// What a node waits for that is ready while a generation runs without it.
     pub(super) fn spare_words(&self, incarnation: &str) -> String {
         let count = self.table.members().len() as u32;
-        let runs = format!(
-            "generation {} of job `{}` is running with {}",
-            self.counter.generation(),
-            self.id,
-            messages::nodes(count)
-        );
+        let runs = format!("job `{}` is running with {}", self.id, messages::nodes(count));
         if self.growth().iter().any(|c| c.incarnation == incarnation) {
             return format!("{runs}; this node joins at the next step boundary");
         }

@@ -6,13 +6,13 @@
 //! passed since the last message that it received, unless the workers are gone for certain: the node says so, its guardian
 //! does, or two witnesses saw it die.
 //!
-//! In a job of fixed size without standbys the time is [`Config::outage_timeout`]. There it is enough that the workers of a
+//! In a job of fixed size without standbys the time is [`Config::silence_limit`]. There it is enough that the workers of a
 //! peer are gone, because a step needs every rank, or that the node closed its connection and has not come back after
 //! [`Config::reconnect_grace`]. A new launcher on the same machine does not shorten that: the guardian of the old one may
 //! still be killing its workers.
 //!
 //! [`Config::takeover`]: crate::rendezvous::Config
-//! [`Config::outage_timeout`]: crate::rendezvous::Config
+//! [`Config::silence_limit`]: crate::rendezvous::Config
 //! [`Config::reconnect_grace`]: crate::rendezvous::Config
 
 use std::collections::BTreeMap;
@@ -41,7 +41,7 @@ impl Takeover {
     /// What the ledger has of a generation whose nodes have not reconnected.
     pub(super) fn recalled(config: &Config, record: &Record, now: Duration) -> Self {
         let after = record.takeover;
-        let until = now + after.unwrap_or(config.outage_timeout);
+        let until = now + after.unwrap_or(config.silence_limit);
         let mut ends = BTreeMap::new();
         // Without standbys, a generation ends only when a worker or a node of it does.
         if after.is_some() || record.stage == Stage::Running {
@@ -124,7 +124,7 @@ impl Job {
                 } else {
                     &member.incarnation
                 };
-                let longest = self.takeover.after().unwrap_or(context.config.outage_timeout);
+                let longest = self.takeover.after().unwrap_or(context.config.silence_limit);
                 self.takeover.await_end(name, began + longest);
             }
         }
@@ -170,7 +170,7 @@ impl Job {
                 }
             }
             after => {
-                let until = last_word + after.unwrap_or(context.config.outage_timeout);
+                let until = last_word + after.unwrap_or(context.config.silence_limit);
                 self.takeover.await_end(incarnation, until);
             }
         }

@@ -66,7 +66,7 @@ fn a_node_of_another_assignment_is_told_that_its_generation_is_over() {
     let s = &mut split.scene;
     assert_eq!(s.words("y"), "");
     s.rejoin("x", 1, 1, 1);
-    insta::assert_snapshot!(s.words("x"), @"waiting: generation 1 of job `job1` is running with 1 node; this node is on standby");
+    insta::assert_snapshot!(s.words("x"), @"waiting: job `job1` is running with 1 node; this node is on standby");
     // The next number is one that neither has.
     s.exit("y", 1, killed(0, 9)).rejoin("y", 1, 1, 1);
     assert_eq!(s.assignment("y").0, 2);

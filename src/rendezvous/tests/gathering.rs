@@ -345,7 +345,7 @@ fn a_stream_begins_with_join_and_speaks_for_one_node() {
 fn a_node_too_many_is_a_spare_and_takes_the_place_of_a_lost_one() {
     let mut s = Scene::new();
     s.join("a", 2, 2).join("b", 2, 2).join("c", 2, 2);
-    insta::assert_snapshot!(s.words("c"), @"waiting: generation 1 of job `job1` is running with 2 nodes; this node is on standby");
+    insta::assert_snapshot!(s.words("c"), @"waiting: job `job1` is running with 2 nodes; this node is on standby");
     s.words("a");
     s.pass(16 * SECOND, &["a", "c"])
         .rejoin("a", 1, 2, 2)

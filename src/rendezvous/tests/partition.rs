@@ -57,7 +57,7 @@ fn a_suspicion_ends_with_the_last_node() {
         reason: String::new(),
     });
     s.pass(2 * Config::default().linger, &[]);
-    assert!(s.now < Config::default().outage_timeout);
+    assert!(s.now < Config::default().silence_limit);
     assert_eq!(s.state.jobs(s.now).jobs.len(), 0);
     assert_eq!(s.state.census(s.now, 0).why_unready(), None);
 }

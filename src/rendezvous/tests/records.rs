@@ -86,13 +86,13 @@ fn a_daemon_with_a_ledger_waits_for_the_nodes_that_it_knows_of() {
     let mut r = Restart::of(&["x"]);
     // A node that no daemon knows does not take the place of one that is cut off.
     r.scene.join("y", 1, 1);
-    insta::assert_snapshot!(r.scene.words("y"), @"waiting: the rendezvous daemon was restarted; 0 of 1 node of generation 1 reconnected; waiting for node rank 0 (up to 60 s)");
+    insta::assert_snapshot!(r.scene.words("y"), @"waiting: the rendezvous daemon was restarted; 0 of 1 node reconnected; waiting for node rank 0 (up to 60 s)");
     r.scene.pass(59 * SECOND, &["y"]);
     assert_eq!(r.scene.words("y"), "");
     r.back("x");
     assert_eq!(r.scene.assignment("x"), r.places["x"]);
     assert_eq!(r.phase(), ("running".into(), 1));
-    insta::assert_snapshot!(r.scene.words("y"), @"waiting: generation 1 of job `job1` is running with 1 node; this node is on standby");
+    insta::assert_snapshot!(r.scene.words("y"), @"waiting: job `job1` is running with 1 node; this node is on standby");
 }
 
 #[test]
@@ -152,7 +152,7 @@ fn a_node_that_comes_back_too_late_is_still_known_by_name() {
     let mut r = Restart::of(&["a", "b"]);
     r.back("a").scene.pass(60 * SECOND, &["a"]);
     insta::assert_snapshot!(r.scene.words("a"), @r"
-    waiting: the rendezvous daemon was restarted; 1 of 2 nodes of generation 1 reconnected; waiting for node rank 1 (up to 60 s)
+    waiting: the rendezvous daemon was restarted; 1 of 2 nodes reconnected; waiting for node rank 1 (up to 60 s)
     generation 1 over: the rendezvous daemon was restarted, and node rank 1 did not reconnect within 60.0 s: restarting the workers (no restart spent)
     ");
     r.back("b").scene.rejoin("a", 1, 2, 2).rejoin("b", 1, 2, 2);

@@ -85,7 +85,7 @@ impl Outage {
 fn a_generation_whose_nodes_all_come_back_runs_on() {
     let mut o = Outage::of(&["a", "b"], (2, 2));
     o.back("a");
-    insta::assert_snapshot!(o.received("a"), @"waiting: the rendezvous daemon was restarted; 1 of 2 nodes of generation 1 reconnected; waiting for node rank 1 (up to 9 s)");
+    insta::assert_snapshot!(o.received("a"), @"waiting: the rendezvous daemon was restarted; 1 of 2 nodes reconnected; waiting for node rank 1 (up to 9 s)");
     o.scene.pass(2 * SECOND, &["a"]);
     let before = o.held["b"].clone();
     o.back("b");
@@ -132,7 +132,7 @@ fn what_happened_during_the_outage_counts() {
 fn a_generation_whose_node_does_not_come_back_is_over_and_costs_nothing() {
     let mut o = Outage::of(&["a", "b"], (2, 2));
     o.back("a").scene.join("b'", 2, 2);
-    insta::assert_snapshot!(o.received("b'"), @"waiting: the rendezvous daemon was restarted; 1 of 2 nodes of generation 1 reconnected; waiting for node rank 1 (up to 9 s)");
+    insta::assert_snapshot!(o.received("b'"), @"waiting: the rendezvous daemon was restarted; 1 of 2 nodes reconnected; waiting for node rank 1 (up to 9 s)");
     o.scene.pass(8 * SECOND, &["a", "b'"]);
     assert!(!o.received("a").contains("over"));
     o.scene.pass(SECOND, &["a", "b'"]);
@@ -172,7 +172,7 @@ fn a_node_that_was_started_anew_is_not_waited_for() {
     o.back("a");
     o.scene.join_with("b'", [10, 0, 0, 2], 0, asks("b'", 1));
     insta::assert_snapshot!(o.received("a"), @r"
-    waiting: the rendezvous daemon was restarted; 1 of 2 nodes of generation 1 reconnected; waiting for node rank 1 (up to 9 s)
+    waiting: the rendezvous daemon was restarted; 1 of 2 nodes reconnected; waiting for node rank 1 (up to 9 s)
     generation 1 over: the rendezvous daemon was restarted, and node `b` was restarted: restarting the workers (no restart spent)
     ");
 }
@@ -185,10 +185,10 @@ fn a_spare_that_comes_first_waits_for_the_generation_that_it_knows_of() {
     };
     let mut o = Outage::of(&["a"], (1, 1));
     o.scene.join_with("c", [10, 0, 0, 3], 0, spare(1));
-    insta::assert_snapshot!(o.received("c"), @"waiting: the rendezvous daemon was restarted; waiting for the nodes of generation 1 to reconnect (up to 9 s)");
+    insta::assert_snapshot!(o.received("c"), @"waiting: the rendezvous daemon was restarted; waiting for the nodes of the job to reconnect (up to 9 s)");
     o.back("a");
     assert_eq!(o.scene.assignment("a"), o.held["a"]);
-    insta::assert_snapshot!(o.received("c"), @"waiting: generation 1 of job `job1` is running with 1 node; this node is on standby");
+    insta::assert_snapshot!(o.received("c"), @"waiting: job `job1` is running with 1 node; this node is on standby");
 
     // No node comes.
     o.crash();
@@ -383,7 +383,7 @@ fn nodes_that_disagree_on_their_generation_start_again() {
 fn agents_without_a_place_start_again_under_a_new_generation() {
     let mut s = Scene::new();
     s.join_with("a", [10, 0, 0, 1], 4, join("a", 2, 2));
-    insta::assert_snapshot!(s.words("a"), @"generation 4 over: the rendezvous daemon was restarted: restarting the workers of generation 4 (no restart spent)");
+    insta::assert_snapshot!(s.words("a"), @"generation 4 over: the rendezvous daemon was restarted: restarting the workers (no restart spent)");
     s.join_with("b", [10, 0, 0, 1], 4, join("b", 2, 2));
     s.rejoin("a", 4, 2, 2).rejoin("b", 4, 2, 2);
     assert_eq!(s.assignment("b").0, 5, "no generation is counted twice");
@@ -398,7 +398,7 @@ fn a_daemon_that_ends_with_its_job_has_nobody_to_wait_for() {
     });
     o.scene.join("a'", 2, 2);
     o.back("b");
-    insta::assert_snapshot!(o.received("b"), @"generation 1 over: the rendezvous daemon was restarted together with the node that hosts it: restarting the workers of generation 1 (no restart spent)");
+    insta::assert_snapshot!(o.received("b"), @"generation 1 over: the rendezvous daemon was restarted together with the node that hosts it: restarting the workers (no restart spent)");
     o.scene.rejoin("b", 1, 2, 2);
     assert_eq!(o.scene.assignment("b").0, 2);
 }

@@ -15,7 +15,7 @@ fn growing() -> Scene {
 fn a_node_that_comes_is_taken_in_after_a_while_at_a_step_boundary() {
     let mut s = growing();
     s.join("c", 2, 4);
-    insta::assert_snapshot!(s.words("c"), @"waiting: generation 1 of job `job1` is running with 2 nodes; this node joins at the next step boundary");
+    insta::assert_snapshot!(s.words("c"), @"waiting: job `job1` is running with 2 nodes; this node joins at the next step boundary");
     s.pass(9 * SECOND, &["a", "b", "c"]);
     assert_eq!(s.words("a"), "", "others may come too");
     s.pass(SECOND, &["a", "b", "c"]);
@@ -100,10 +100,7 @@ fn a_node_that_is_stopped_leaves_at_a_step_boundary_and_nobody_waits_for_it() {
     insta::assert_snapshot!(s.words("a"), @"generation 1 over at a step boundary: node `b` (node rank 1) was stopped by SIGTERM; continuing without it (no restart spent)");
     assert_eq!(s.words("b"), s.words("c"), "all stop at the same boundary");
     s.rejoin("a", 1, 2, 3).rejoin("c", 1, 2, 3);
-    assert!(
-        s.words("c")
-            .contains("waiting for the workers of generation 1 to exit")
-    );
+    assert!(s.words("c").contains("waiting for its last workers to exit"));
     s.words("a");
     s.leave("b", Some(15), "");
     let (generation, next) = s.assignment("a");
@@ -209,7 +206,7 @@ fn limited() -> Scene {
 fn a_node_with_which_the_workers_could_not_go_on_is_a_spare() {
     let mut s = limited();
     s.join("c", 1, 4);
-    insta::assert_snapshot!(s.words("c"), @"waiting: generation 1 of job `job1` is running with 2 nodes; it can run only with a number of ranks that divides 4: this node stays on standby");
+    insta::assert_snapshot!(s.words("c"), @"waiting: job `job1` is running with 2 nodes; it can run only with a number of ranks that divides 4: this node stays on standby");
     s.pass(20 * SECOND, &["a", "b", "c"]);
     assert_eq!(s.words("a"), "");
 }

@@ -174,7 +174,7 @@ fn slow_steps_have_the_time_that_they_need() {
 #[test]
 fn no_progress_excuses_a_silence_without_end() {
     let mut s = training_with(Config {
-        outage_timeout: 60 * SECOND,
+        silence_limit: 60 * SECOND,
         ..Config::default()
     });
     let step = s.train(57 * SECOND, &["a"], 100, 10);

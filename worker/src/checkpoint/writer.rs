@@ -50,7 +50,7 @@ impl Fence {
             return Ok(());
         }
         Err(CheckpointError::NotSaved(format!(
-            "another process has taken the directory of the run, as `{}` says: a later generation of the job",
+            "another process has taken the directory of the run, as `{}` says: the job was restarted meanwhile",
             self.path.display()
         )))
     }

@@ -84,7 +84,7 @@ pub enum Failure {
         how: String,
     },
     /// The agent ended the generation.
-    #[error("the launcher ended this generation: {0}")]
+    #[error("the launcher stopped the workers: {0}")]
     GenerationOver(String),
     /// Ranks issued different operations.
     #[error(

@@ -105,7 +105,7 @@ impl Hold {
         let is_earlier = |own| holder.as_ref().is_none_or(|holder| holder.generation < own);
         if succeeds.is_some_and(|(name, generation)| name == token && is_earlier(generation)) {
             tracing::warn!(
-                "a process of an earlier generation still holds `{folder}` ({}); it can no longer save a checkpoint; continuing",
+                "a process from before the restart still holds `{folder}` ({}); it can no longer save a checkpoint; continuing",
                 holder.map_or_else(|| "its owner is unknown".into(), |holder| holder.to_string()),
             );
             return Ok(Self {

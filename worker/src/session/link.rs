@@ -136,7 +136,7 @@ impl Link {
             Ok(Some(assigned)) => assigned,
             Ok(None) => {
                 let words = format!(
-                    "the launcher ended this generation before this worker started: {}",
+                    "the launcher stopped the workers before this one had started: {}",
                     cause()
                 );
                 return Err(SessionError::Lost(words));

@@ -501,7 +501,7 @@ fn a_generation_that_ended_before_the_assignment_is_named() {
         let error = error_of(session.join().unwrap());
         assert_eq!(
             error,
-            "the launcher ended this generation before this worker started: rank 0 left"
+            "the launcher stopped the workers before this one had started: rank 0 left"
         );
     });
 }

@@ -15,9 +15,9 @@ use crate::session::StoreError;
 /// Training failed on this rank.
 #[derive(Debug, thiserror::Error)]
 pub enum TrainError {
-    /// The agent said that the launcher ended this generation: another rank failed first.
+    /// The agent said that the launcher stopped the workers: another rank failed first.
     #[error(
-        "rank {rank} stopped{}: the launcher ended this generation: {cause}",
+        "rank {rank} stopped{}: the launcher stopped the workers: {cause}",
         activity.as_ref().map_or_else(String::new, |activity| format!(" ({activity})"))
     )]
     GenerationOver {

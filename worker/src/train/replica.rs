@@ -276,7 +276,7 @@ impl Hooks for ReplicaHooks<'_> {
     fn before(&mut self, block: usize, pass: Pass) -> Result<(), DeviceError> {
         if let Some(cause) = self.world.cancel.cause() {
             return Err(DeviceError::Upstream(format!(
-                "the launcher ended this generation: {cause}"
+                "the launcher stopped the workers: {cause}"
             )));
         }
         self.others.before(block, pass)?;

@@ -341,7 +341,7 @@ fn the_end_of_a_generation_is_named() {
     let (outcome, _) = with_agent(job.env(0, 1), over, |session| run_worker(&job.config, session));
     assert_eq!(
         error(&outcome),
-        "rank 0 stopped: the launcher ended this generation: rank 5 (node `b`) died of SIGKILL"
+        "rank 0 stopped: the launcher stopped the workers: rank 5 (node `b`) died of SIGKILL"
     );
 }
 

@@ -273,8 +273,7 @@ impl DaemonConnection {
             Some(Word::Assignment(assignment)) => {
                 let generation = Generation(message.generation);
                 if machine.is_running() && machine.is_own(generation, assignment) {
-                    self.console
-                        .say(&format!("generation {generation} continues without a restart"));
+                    self.console.say("the workers continue without a restart");
                 }
                 // The wait after this generation is another one, even if the words are the same.
                 self.last_waiting.clear();

@@ -150,7 +150,7 @@ impl Starter {
             cancelled,
         };
         if self.spawner.try_send(batch).is_err() {
-            let busy = "workers of the last generation are still being started";
+            let busy = "workers of the last start are still being started";
             return Err(no_pipes(busy));
         }
         Ok(())

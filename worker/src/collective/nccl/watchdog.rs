@@ -395,7 +395,7 @@ mod tests {
         let reason = decide(Instant::now(), seen).unwrap();
         assert_eq!(
             reason.failure.to_string(),
-            "the launcher ended this generation: rank 2 died of SIGKILL"
+            "the launcher stopped the workers: rank 2 died of SIGKILL"
         );
     }
 
