@@ -1,13 +1,101 @@
-//! A peer's text without control characters, for a terminal, a page or a log.
+//! Text for people: a peer's without control characters, and our own as wide and as colourful as its terminal allows.
 //!
 //! A peer chooses its host name, role and messages. A control character in them could move a terminal's cursor, change its
 //! title or hide other text. Whatever prints such text passes it through this module; a worker's own output stays as it is.
 
 use std::borrow::Cow;
 use std::iter::Peekable;
+use std::os::fd::AsFd;
+
+use anstream::stream::RawStream;
+use anstream::{AutoStream, ColorChoice};
+use terminal_size::terminal_size_of;
 
 /// Stands for a control character.
 const REPLACEMENT: char = '\u{fffd}';
+/// Words of our own text, and their colours: those of the parser of the command line. All but the last begin a line.
+const MARKS: [(&str, &str); 4] = [
+    ("error:", "1;31"),
+    ("warning:", "1;33"),
+    ("hint:", "32"),
+    (RESTART, "1;33"),
+];
+const RESTART: &str = "restarting";
+/// Colours of ranks.
+const RANKS: [&str; 6] = ["36", "35", "32", "94", "96", "95"];
+
+/// How our own text looks where a stream leads; by default as it is, as for a pipe or a file.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Look {
+    /// Columns of the terminal.
+    pub columns: Option<usize>,
+    /// Colours are shown: not with `NO_COLOR`, for instance.
+    pub has_colours: bool,
+}
+
+impl Look {
+    /// For the place where this stream leads.
+    pub fn of(stream: &(impl RawStream + AsFd)) -> Self {
+        Self {
+            columns: terminal_size_of(stream).map(|(width, _)| width.0.into()),
+            has_colours: AutoStream::choice(stream) != ColorChoice::Never,
+        }
+    }
+
+    /// Lines that stand behind a prefix of so many columns: broken between words, their marks in colour.
+    pub fn apply(self, text: &str, prefix: usize) -> String {
+        let width = self.columns.unwrap_or(usize::MAX).saturating_sub(prefix);
+        let lines = text.split('\n').map(|line| self.marked(wrapped(line, width)));
+        lines.collect::<Vec<_>>().join("\n")
+    }
+
+    fn marked(self, line: String) -> String {
+        for (mark, colour) in MARKS {
+            let begins = |at: &usize| line[..*at].trim().is_empty() || mark == RESTART;
+            if let Some(at) = line.find(mark).filter(begins) {
+                let after = &line[at + mark.len()..];
+                return [&line[..at], &self.painted(mark, colour), after].concat();
+            }
+        }
+        line
+    }
+
+    /// A prefix in the colour of its rank; the launcher's own has none, and is bold.
+    pub fn prefix(self, prefix: &str, rank: Option<u32>) -> String {
+        let text = prefix.trim_end();
+        let colour = rank.map_or("1", |rank| RANKS[rank as usize % RANKS.len()]);
+        self.painted(text, colour) + &prefix[text.len()..]
+    }
+
+    fn painted(self, text: &str, colour: &str) -> String {
+        if !self.has_colours || text.is_empty() {
+            return text.to_owned();
+        }
+        format!("\x1b[{colour}m{text}\x1b[0m")
+    }
+}
+
+/// A line, broken between words where it would be longer than `width`. The rest hangs below the value of a row
+/// (`name   value`), or else two columns further in. Flags stay on one line, to be copied.
+fn wrapped(line: &str, width: usize) -> String {
+    let text = line.trim_start();
+    let start = line.len() - text.len();
+    let value = text.split_once("  ").map(|(_, value)| value.trim_start());
+    let hang = value.map(|value| line[..line.len() - value.len()].chars().count());
+    let hang = hang.filter(|hang| *hang < width / 2).unwrap_or(start + 2);
+    let (mut wrapped, mut column) = (String::with_capacity(line.len()), 0);
+    for word in line.split_inclusive(' ') {
+        let end = column + word.trim_end().chars().count();
+        if end > width && column > hang && !text.starts_with("--") {
+            wrapped.truncate(wrapped.trim_end().len());
+            wrapped.extend(["\n", &" ".repeat(hang)]);
+            column = hang;
+        }
+        wrapped.push_str(word);
+        column += word.chars().count();
+    }
+    wrapped
+}
 
 /// Text of several lines: keeps line ends and tabs, drops colours, replaces every other control character.
 pub fn text(words: &str) -> Cow<'_, str> {
@@ -95,5 +183,38 @@ mod tests {
                 "{words:?}"
             );
         }
+    }
+
+    #[test]
+    fn own_text_is_as_wide_as_its_terminal_and_breaks_between_words() {
+        let look = |columns| Look {
+            columns,
+            has_colours: false,
+        };
+        let row = "memory per rank   parameters 3.1 MiB, gradients 3.1 MiB, optimizer 6.2 MiB\nerror: no /a/long/path/that/nobody/breaks/in/two/pieces\n  hint: make it, or choose another path\n";
+        assert_eq!(
+            look(Some(44)).apply(row, 4),
+            "memory per rank   parameters 3.1 MiB,\n                  gradients 3.1 MiB,\n                  \
+             optimizer 6.2 MiB\nerror: no\n  /a/long/path/that/nobody/breaks/in/two/pieces\n  hint: make it, or \
+             choose another path\n"
+        );
+        assert_eq!(look(None).apply(row, 4), row, "in a pipe");
+    }
+
+    #[test]
+    fn marks_restarts_and_prefixes_have_colours() {
+        let look = Look {
+            columns: None,
+            has_colours: true,
+        };
+        let text = "error: no data\n  hint: add some\nrank 0 failed; restarting now (1/3)\nno hint: here";
+        assert_eq!(
+            look.apply(text, 0),
+            "\x1b[1;31merror:\x1b[0m no data\n  \x1b[32mhint:\x1b[0m add some\nrank 0 failed; \
+             \x1b[1;33mrestarting\x1b[0m now (1/3)\nno hint: here"
+        );
+        assert_eq!(look.prefix("[7] ", Some(7)), "\x1b[35m[7]\x1b[0m ");
+        assert_eq!(look.prefix("", Some(7)), "");
+        assert_eq!(Look::default().prefix("[7] ", Some(7)), "[7] ");
     }
 }

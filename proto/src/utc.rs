@@ -27,6 +27,11 @@ pub fn rfc_3339(seconds: u64) -> String {
     Timestamp { seconds, nanos: 0 }.to_string()
 }
 
+/// This moment.
+pub fn now() -> String {
+    rfc_3339(seconds_of(SystemTime::now()))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -6,7 +6,8 @@ use std::process::ExitCode;
 
 use clap_complete::Shell;
 use comfy_table::{CellAlignment, Table, presets};
-use ddp_proto::{exit, printable};
+use ddp_proto::exit;
+use ddp_proto::printable::{self, Look};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use super::error::CliError;
@@ -21,6 +22,11 @@ const REDRAW_HZ: u8 = 10;
 pub fn give(text: impl AsRef<[u8]>) -> ExitCode {
     let mut out = io::stdout().lock();
     given(out.write_all(text.as_ref()).and_then(|()| out.flush()))
+}
+
+/// Writes a report for people.
+pub(super) fn give_report(text: &str) -> ExitCode {
+    give(Look::of(&io::stdout()).apply(text, 0))
 }
 
 /// The answer, or why there is none.
@@ -62,15 +68,17 @@ pub fn completions(shell: Shell, mut program: clap::Command) -> ExitCode {
 /// under the `prefix` that the program's errors have.
 pub fn instead_of_arguments(words: &clap::Error, prefix: &str) -> ExitCode {
     if words.use_stderr() {
-        // Nothing is left to do where that cannot be printed.
-        let _ = io::stderr().write_all(prefix.as_bytes());
-    }
-    // In colours, where there is a terminal.
-    let printed = words.print();
-    if words.use_stderr() {
+        // One word for it in all that we print.
+        let text = words
+            .render()
+            .ansi()
+            .to_string()
+            .replace("\x1b[32mtip:", "\x1b[32mhint:");
+        // In colours, where there is a terminal. Nothing is left to do where that cannot be printed.
+        let _ = anstream::stderr().write_all(format!("{prefix}{text}").as_bytes());
         return ExitCode::from(exit::USAGE);
     }
-    given(printed.and_then(|()| io::stdout().flush()))
+    given(words.print().and_then(|()| io::stdout().flush()))
 }
 
 /// What came of writing an answer.
@@ -84,21 +92,19 @@ pub(super) fn given(written: io::Result<()>) -> ExitCode {
     }
 }
 
-/// Writes a line of the launcher's own to stderr.
-pub fn print_own(line: &str) {
-    write_whole(&format!("{OWN_PREFIX}{line}\n"));
+/// Writes lines of the launcher's own to stderr.
+pub fn print_own(text: &str) {
+    print(text, OWN_PREFIX);
 }
 
 /// Writes `[ddp-run] error: …` to stderr, as what the launcher says once workers run.
 pub fn print_own_error(error: &dyn Display) {
-    let text = format!("error: {error}");
-    let lines = text.lines().map(|line| format!("{OWN_PREFIX}{line}\n"));
-    write_whole(&lines.collect::<String>());
+    print(&format!("error: {error}"), OWN_PREFIX);
 }
 
 /// Writes `error: …` to stderr.
 pub fn print_error(error: &dyn Display) {
-    write_whole(&format!("error: {error}\n"));
+    print(&format!("error: {error}"), "");
 }
 
 /// The same, and the exit code of a program that ends with it.
@@ -109,6 +115,10 @@ pub(super) fn fail(error: &dyn Display, exit_code: u8) -> ExitCode {
 
 /// In one write: standard error has no buffer, so a process that is killed between two would have said the half of it.
 /// Nothing is left to do when that fails.
-fn write_whole(text: &str) {
-    let _ = io::stderr().write_all(printable::text(text).as_bytes());
+fn print(text: &str, prefix: &str) {
+    let look = Look::of(&io::stderr());
+    let text = look.apply(&printable::text(text), prefix.len());
+    let prefix = look.prefix(prefix, None);
+    let lines = text.lines().map(|line| format!("{prefix}{line}\n"));
+    let _ = io::stderr().write_all(lines.collect::<String>().as_bytes());
 }

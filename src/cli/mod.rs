@@ -30,8 +30,9 @@ pub mod train;
 pub mod values;
 
 use std::fmt;
-use std::io::{IsTerminal, Stderr};
+use std::io::Stderr;
 
+use ddp_proto::printable::Look;
 use error::CliError;
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::fmt::SubscriberBuilder;
@@ -87,6 +88,6 @@ fn events(default: &str) -> SubscriberBuilder<DefaultFields, Format, EnvFilter, 
         .with_env_filter(filter)
         // Names of modules are for those who have asked for events.
         .with_target(std::env::var_os(EnvFilter::DEFAULT_ENV).is_some())
-        .with_ansi(std::io::stderr().is_terminal())
+        .with_ansi(Look::of(&std::io::stderr()).has_colours)
         .with_writer(stderr)
 }

@@ -5,6 +5,7 @@
 //! layer from the one below.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::num::NonZeroU32;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -240,9 +241,14 @@ settings! {
     #[arg(value_name = "prefixed|raw", help_heading = OUTPUT, hide_short_help = true)]
     output: OutputStyle = streams::output_style,
 
-    /// Prefix of each line: text with `${rank}`, `${local_rank}`, `${role_name}`, `${hostname}` [default: `[${rank}] `]
+    /// Prefix of each line: text with `${rank}`, `${local_rank}`, `${role_name}`, `${hostname}`, `${time}` (in
+    /// log files too) [default: `[${rank}] `]
     #[arg(value_name = "TEMPLATE", help_heading = OUTPUT, hide_short_help = true)]
     log_line_prefix_template: PrefixTemplate = values::prefix_template,
+
+    /// Begin a log file anew at this size, and keep its predecessor as `.1` [default: no limit]
+    #[arg(value_name = "N", help_heading = OUTPUT, hide_short_help = true, allow_negative_numbers = true)]
+    log_max_mb: NonZeroU32 = values::one_or_more::<NonZeroU32>,
 
     /// Also copy stdout lines with one of these words to `filtered_stdout.log`; write a comma in a word as `,,`
     #[arg(value_name = "WORD[,...]", help_heading = OUTPUT, hide_short_help = true)]

@@ -19,7 +19,7 @@ fn unknown_flags() {
     insta::assert_snapshot!(text, @r"
         [ddp-run] error: unexpected argument '--nproc-per-nide' found
 
-          tip: a similar argument exists: '--nproc-per-node'
+          hint: a similar argument exists: '--nproc-per-node'
 
         Usage: ddp-run --nproc-per-node <N|auto|cpu|gpu> <TARGET>...
 

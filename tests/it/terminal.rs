@@ -41,6 +41,53 @@ fn ctrl_c_is_a_keyboard_interrupt() {
 }
 
 #[test]
+fn own_lines_have_colours_and_fit_the_terminal_and_equal_tracebacks_are_shown_once() {
+    let met = temp_dir();
+    let script = format!(
+        "printf '%s\n' 'Traceback (most recent call last):' '  File \"train.py\", line 1' 'ValueError: no data' >&2; cd {};
+         echo > $TORCHELASTIC_RESTART_COUNT-$RANK
+         until [ -e $TORCHELASTIC_RESTART_COUNT-0 -a -e $TORCHELASTIC_RESTART_COUNT-1 ]; do sleep 0.01; done; exit 1",
+        met.path().display()
+    );
+    for no_color in ["", "1"] {
+        let launch = launch().nproc(2).flag("--max-restarts", "1").env("TERM", "xterm");
+        let (code, shown) = launch
+            .env("NO_COLOR", no_color)
+            .shell(&script)
+            .on_screen()
+            .finish();
+        assert_eq!(code, Some(1), "{shown}");
+        let [own, restarting, error, rank] = match no_color {
+            "" => [
+                "\x1b[1m[ddp-run]\x1b[0m",
+                "\x1b[1;33mrestarting\x1b[0m",
+                "\x1b[1;31merror:\x1b[0m",
+                "\x1b[36m[0]\x1b[0m",
+            ],
+            _ => ["[ddp-run]", "restarting", "error:", "[0]"],
+        };
+        let restart = format!("; {restarting} now (1/1)\r\n{own}   ValueError: no data\r\n");
+        for words in [
+            restart,
+            format!("{own} {error} `sh` failed"),
+            format!("{own} ranks 0, 1 printed the same"),
+        ] {
+            assert!(shown.contains(&words), "{words:?} in {shown}");
+        }
+        let tracebacks = shown.matches("] Traceback").count() + shown.matches("]\x1b[0m Traceback").count();
+        assert_eq!(tracebacks, 2, "one a start: {shown}");
+        assert!(shown.contains(rank) || shown.contains("[1]"), "{shown}");
+        let plain = ["0", "1", "1;31", "1;33", "32", "35", "36"]
+            .iter()
+            .fold(shown, |text, code| text.replace(&format!("\x1b[{code}m"), ""));
+        assert!(plain.lines().all(|line| line.chars().count() <= 100), "{plain}");
+        std::fs::read_dir(met.path()).expect("there").for_each(|entry| {
+            std::fs::remove_file(entry.expect("readable").path()).expect("removed");
+        });
+    }
+}
+
+#[test]
 fn a_second_ctrl_c_kills_at_once() {
     for workers in [1, 2] {
         let launch = launch().nproc(workers).flag("--shutdown-timeout", "3600");

@@ -2,8 +2,9 @@
 
 use std::io::{self, Write as _};
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use ddp_proto::words::duration;
 use nix::sys::termios::{SetArg, Termios, tcgetattr, tcsetattr};
 use nix::unistd::{getpgrp, tcgetpgrp};
 use tokio::time::timeout;
@@ -43,6 +44,9 @@ pub struct Outcome {
 /// kills every descendant but the guardian at the end of a generation. Must run on a tokio runtime with I/O and
 /// time enabled.
 pub async fn run(plan: BoundPlan, guardian: Guardian) -> Outcome {
+    let begun = Instant::now();
+    // Native workers say it themselves.
+    let says_end = plan.output.is_seen() && !plan.command.native;
     let launch = LaunchContext::new(plan, &guardian);
     let (launch, mut signals) = match launch.and_then(|launch| {
         let signals = Signals::listen(&launch.plan.signals)?;
@@ -92,6 +96,9 @@ pub async fn run(plan: BoundPlan, guardian: Guardian) -> Outcome {
     let is_read = is_complete(closing, &mut signals).await;
     if let Some(report) = &report {
         console.say(report);
+    } else if says_end {
+        let took = duration(begun.elapsed().as_secs_f64());
+        console.say(&format!("finished in {took}"));
     }
     if is_read {
         is_complete(console.drained(reader.ended(), patience), &mut signals).await;

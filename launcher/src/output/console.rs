@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::time::Duration;
 
 use ddp_proto::control::Progress;
-use ddp_proto::printable;
+use ddp_proto::printable::{self, Look};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, watch};
 use tokio::time::timeout;
@@ -45,6 +45,7 @@ const OWN: Source = Source {
 pub(crate) struct Console {
     /// By stream; twice the same if both streams lead to one place.
     places: [Arc<Place>; 2],
+    looks: [Look; 2],
     /// Changes whenever a place took something; closed when all threads have ended.
     taken: watch::Receiver<()>,
 }
@@ -99,12 +100,21 @@ impl Console {
                 .stack_size(256 << 10)
                 .spawn(|| writer.run())?;
         }
-        Ok(Self { places, taken })
+        Ok(Self {
+            places,
+            looks: output.looks,
+            taken,
+        })
     }
 
     /// True if the stream leads to a regular file, so that prompts need not be shown early.
     pub(crate) fn is_file(&self, stream: Stream) -> bool {
         self.places[stream as usize].is_file
+    }
+
+    /// How our own text looks on the stream.
+    pub(crate) fn look(&self, stream: Stream) -> Look {
+        self.looks[stream as usize]
     }
 
     /// Both streams lead to one place.
@@ -124,7 +134,9 @@ impl Console {
     /// Queues a message of the launcher itself, each of its lines prefixed. Control characters of peers' text are escaped.
     /// Never waits.
     pub(crate) fn say(&self, text: &str) {
-        self.places[Stream::Stderr as usize].say(OWN_PREFIX, &printable::text(text));
+        let (look, place) = (self.look(Stream::Stderr), &self.places[Stream::Stderr as usize]);
+        let text = look.apply(&printable::text(text), OWN_PREFIX.len());
+        place.say(&look.prefix(OWN_PREFIX, None), &text);
     }
 
     /// Queues a line for programs on standard error. Never waits.
@@ -395,6 +407,7 @@ mod tests {
             writers,
             is_file: [false; 2],
             is_one_place: false,
+            looks: [Look::default(); 2],
         };
         Console::start(output, false).unwrap()
     }
@@ -553,6 +566,7 @@ mod tests {
                 writers: [stdout, stderr],
                 is_file: [false; 2],
                 is_one_place,
+                looks: [Look::default(); 2],
             };
             let console = Console::start(output, false).unwrap();
             for (stream, text) in [(Stream::Stderr, "asks:"), (Stream::Stdout, "line\n")] {

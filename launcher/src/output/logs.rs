@@ -2,11 +2,14 @@
 //! and `hang.txt` of workers that hung.
 
 use std::fs::{self, DirBuilder, File};
-use std::io::{self, Read};
+use std::io::{self, Read, Write as _};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, symlink};
 use std::path::{Path, PathBuf};
 
 use ddp_proto::ids::GlobalRank;
+use ddp_proto::utc::now;
+
+use crate::output::plan::{OutputPlan, TIME};
 
 /// Most bytes read of an error file.
 const MAX_ERROR_FILE_BYTES: u64 = 1 << 20;
@@ -112,6 +115,35 @@ pub(crate) fn claim_attempt(log_dir: &Path, first: u32, run: &str) -> u32 {
         .unwrap_or(first)
 }
 
+/// A log file of a worker.
+pub(crate) struct LogFile {
+    file: File,
+    path: PathBuf,
+    /// From this size on, it begins anew.
+    max_bytes: u64,
+    /// If lines are to begin with their times: whether the next byte begins one.
+    begins_line: Option<bool>,
+}
+
+impl LogFile {
+    /// Appends output. A file that has its full size becomes `NAME.1`, in the place of an earlier one.
+    pub(crate) fn write(&mut self, bytes: &[u8]) -> io::Result<()> {
+        if self.file.metadata()?.len() >= self.max_bytes {
+            fs::rename(&self.path, self.path.with_added_extension("1"))?;
+            self.file = File::create(&self.path)?;
+        }
+        let mut text = Vec::new();
+        for line in bytes.split_inclusive(|byte| *byte == b'\n') {
+            let next = self.begins_line.map(|_| line.ends_with(b"\n"));
+            if std::mem::replace(&mut self.begins_line, next) == Some(true) {
+                text.extend_from_slice(format!("{} ", now()).as_bytes());
+            }
+            text.extend_from_slice(line);
+        }
+        self.file.write_all(&text)
+    }
+}
+
 /// Files of one worker in one attempt.
 #[derive(Clone, Debug)]
 pub(crate) enum WorkerFiles {
@@ -163,12 +195,23 @@ impl WorkerFiles {
     }
 
     /// Opens `stdout.log` and `stderr.log`, empty; none without a log directory.
-    pub(crate) fn open_logs(&self) -> Result<Option<(File, File)>, LogError> {
+    pub(crate) fn open_logs(
+        &self,
+        plan: &OutputPlan,
+        prefix: &str,
+    ) -> Result<Option<(LogFile, LogFile)>, LogError> {
         let (Some(stdout), Some(stderr)) = (self.logged("stdout.log"), self.logged("stderr.log")) else {
             return Ok(None);
         };
-        let open = |path: &Path| File::create(path).map_err(LogError::at(path));
-        Ok(Some((open(&stdout)?, open(&stderr)?)))
+        let open = |path: PathBuf| {
+            Ok(LogFile {
+                file: File::create(&path).map_err(LogError::at(&path))?,
+                path,
+                max_bytes: plan.log_max_bytes.unwrap_or(u64::MAX),
+                begins_line: prefix.contains(TIME).then_some(true),
+            })
+        };
+        Ok(Some((open(stdout)?, open(stderr)?)))
     }
 
     fn logged(&self, name: &str) -> Option<PathBuf> {
@@ -245,7 +288,7 @@ mod tests {
         assert_eq!(files.error_file(), dir.path().join("attempt_2/5/error.json"));
         fs::write(files.error_file(), "last words").unwrap();
         assert_eq!(files.error_message().as_deref(), Some("last words"));
-        assert!(files.open_logs().unwrap().is_some());
+        assert!(files.open_logs(&OutputPlan::default(), "").unwrap().is_some());
         let refused = create().unwrap_err().to_string();
         assert!(refused.contains("hint: another run writes there"), "{refused}");
         assert_eq!(
@@ -301,13 +344,45 @@ mod tests {
     }
 
     #[test]
+    fn a_log_file_begins_anew_at_its_full_size_and_has_times_if_asked() {
+        let dir = tempfile::tempdir().unwrap();
+        let files = WorkerFiles::create(Some(dir.path()), dir.path(), 0, GlobalRank(1)).unwrap();
+        let read = |name| fs::read_to_string(dir.path().join("attempt_0/1").join(name)).unwrap();
+        let plan = OutputPlan {
+            log_max_bytes: Some(10),
+            ..OutputPlan::default()
+        };
+        let (mut log, _) = files.open_logs(&plan, "[1] ").unwrap().unwrap();
+        for text in ["first\n", "second\n", "third\n", "4\n5\n6\n", "last"] {
+            log.write(text.as_bytes()).unwrap();
+        }
+        assert_eq!(
+            (read("stdout.log"), read("stdout.log.1")),
+            ("last".into(), "third\n4\n5\n6\n".into())
+        );
+        let (mut log, _) = files.open_logs(&OutputPlan::default(), TIME).unwrap().unwrap();
+        for text in ["be", "gun\nen", "ded\n"] {
+            log.write(text.as_bytes()).unwrap();
+        }
+        let lines: Vec<String> = read("stdout.log").lines().map(str::to_owned).collect();
+        let cut = |line: &String| {
+            line.split_once("Z ")
+                .map(|(time, text)| (time.len(), text.to_owned()))
+        };
+        assert_eq!(
+            lines.iter().filter_map(cut).collect::<Vec<_>>(),
+            [(19, "begun".into()), (19, "ended".into())]
+        );
+    }
+
+    #[test]
     fn without_a_log_directory_there_are_error_files_only() {
         let scratch = tempfile::tempdir().unwrap();
         let create = |rank| WorkerFiles::create(None, scratch.path(), 2, GlobalRank(rank)).unwrap();
         let (one, other) = (create(5), create(6));
         assert_ne!(one.error_file(), other.error_file());
         assert_eq!(one.error_file().parent(), Some(scratch.path()));
-        assert!(one.open_logs().unwrap().is_none());
+        assert!(one.open_logs(&OutputPlan::default(), "").unwrap().is_none());
         assert_eq!((one.stderr_log(), one.hang_file()), (None, None));
     }
 

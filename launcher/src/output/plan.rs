@@ -62,6 +62,8 @@ pub struct OutputPlan {
     pub global_ranks: Option<BTreeSet<u32>>,
     /// `--log-line-prefix-template`
     pub prefix: PrefixTemplate,
+    /// `--log-max-mb`: from this size on, a log file begins anew, beside its predecessor.
+    pub log_max_bytes: Option<u64>,
     /// `--duplicate-stdout-filters`: lines that contain one of these go to `filtered_stdout.log` of the attempt too.
     pub stdout_filters: Vec<String>,
     /// `--duplicate-stderr-filters`: the same for `filtered_stderr.log`.
@@ -83,6 +85,11 @@ impl OutputPlan {
     /// True if a worker is given the launcher's own streams.
     pub(crate) fn hands_over(&self, rank: GlobalRank, local_rank: LocalRank) -> bool {
         self.direct || self.raw && self.shows(rank, local_rank, Stream::Stdout)
+    }
+
+    /// True if the launcher sees what the workers print, and may print lines of its own between.
+    pub(crate) fn is_seen(&self) -> bool {
+        !self.direct && !self.raw
     }
 
     /// How many of this node's workers may be shown; `alone`: their ranks are their local ranks.
@@ -111,6 +118,9 @@ fn among(filter: Option<&BTreeSet<u32>>, rank: u32) -> bool {
     filter.is_none_or(|ranks| ranks.contains(&rank))
 }
 
+/// Stands in a prefix for the time at which a line was read.
+pub(crate) const TIME: &str = "${time}";
+
 /// What precedes every line of a worker: `[${role_name}${local_rank}]: `, as torchrun reads it. `$rank` is `${rank}`, `$$`
 /// is a dollar sign, and what is no known variable is text.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -135,6 +145,7 @@ impl PrefixTemplate {
             "local_rank" => Some(worker.local_rank.to_string()),
             "role_name" => Some(worker.role.clone()),
             "hostname" => Some(hostname.to_owned()),
+            "time" => Some(TIME.to_owned()),
             _ => None,
         })
     }
@@ -261,6 +272,7 @@ mod tests {
         let of = |template: &str| PrefixTemplate::new(template).of(&worker, "node7");
         assert_eq!(of("[${role_name}${local_rank}]:"), "[trainer3]:");
         assert_eq!(of("${rank}"), "11");
+        assert_eq!(of("$time ${rank} "), "${time} 11 ", "filled in line by line");
         assert_eq!(of("${hostname}:${rank}: "), "node7:11: ");
         assert_eq!(of("$role_name/$rank $ranks $"), "trainer/11 $ranks $");
         assert_eq!(of("$$rank ${group_rank} ${rank"), "$rank ${group_rank} ${rank");

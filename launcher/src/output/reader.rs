@@ -13,6 +13,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use ddp_proto::ids::GlobalRank;
+use ddp_proto::printable::Look;
+use ddp_proto::utc::now;
 use tokio::io::AsyncReadExt;
 use tokio::net::unix::pipe;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, watch};
@@ -20,6 +22,8 @@ use tokio::time::{Instant, timeout_at};
 
 use crate::output::console::Console;
 use crate::output::lines::{End, LineBuffer, Segment};
+use crate::output::logs::LogFile;
+use crate::output::plan::TIME;
 use crate::output::repeated_errors::RankErrors;
 use crate::output::streams::{Chunk, Source, Stream};
 use crate::threads;
@@ -47,12 +51,12 @@ pub(crate) struct WorkerStream {
     pub(crate) rank: GlobalRank,
     pub(crate) stream: Stream,
     pub(crate) pipe: OwnedFd,
-    pub(crate) log: Option<File>,
+    pub(crate) log: Option<LogFile>,
     pub(crate) tail: TailWriter,
     /// Precedes its lines on the console, if it is shown there.
     pub(crate) prefix: Option<String>,
     /// Leaves out errors that another rank has printed.
-    pub(crate) errors: Option<RankErrors>,
+    pub(crate) errors: RankErrors,
     /// Gets a copy of the lines that contain certain words.
     pub(crate) duplicate: Option<Duplicate>,
 }
@@ -167,7 +171,7 @@ async fn read(mut worker: WorkerStream, mut lines: LineBuffer, console: Console,
         };
         let bytes = &buffer[..read];
         if let Some(file) = &mut worker.log
-            && let Err(error) = file.write_all(bytes)
+            && let Err(error) = file.write(bytes)
         {
             console.say(&format!("stopped writing the log files of rank {rank}: {error}"));
             worker.log = None;
@@ -180,6 +184,8 @@ async fn read(mut worker: WorkerStream, mut lines: LineBuffer, console: Console,
     }
     lines.finish(|segment| take(segment, &mut shown));
     if let Some(shown) = &mut shown {
+        let rest = shown.errors.rest();
+        shown.next.bytes.extend(rest);
         shown.send().await;
     }
 }
@@ -187,7 +193,9 @@ async fn read(mut worker: WorkerStream, mut lines: LineBuffer, console: Console,
 /// A stream that the console shows.
 struct ShownStream {
     console: Console,
-    errors: Option<RankErrors>,
+    errors: RankErrors,
+    /// How lines of a native worker look, behind a prefix of so many columns.
+    own: Option<(Look, usize)>,
     /// Hands over what was read to the console, in order.
     forward: mpsc::UnboundedSender<(Chunk, OwnedSemaphorePermit)>,
     /// For what is read ahead.
@@ -199,14 +207,9 @@ struct ShownStream {
 }
 
 impl ShownStream {
-    fn new(
-        console: Console,
-        source: Source,
-        prefix: &str,
-        (errors, unread): (Option<RankErrors>, Unread),
-    ) -> Self {
+    fn new(console: Console, source: Source, prefix: &str, (errors, unread): (RankErrors, Unread)) -> Self {
         let (forward, mut read) = mpsc::unbounded_channel::<(Chunk, OwnedSemaphorePermit)>();
-        let place = console.clone();
+        let (place, look) = (console.clone(), console.look(source.stream));
         tokio::spawn(async move {
             let _unread = unread;
             while let Some((chunk, room)) = read.recv().await {
@@ -216,12 +219,13 @@ impl ShownStream {
         });
         Self {
             console,
+            own: errors.is_native.then(|| (look, prefix.chars().count())),
             errors,
             forward,
             room: Arc::new(Semaphore::new(READ_AHEAD)),
             next: Chunk {
                 source,
-                prefix: prefix.into(),
+                prefix: look.prefix(prefix, Some(source.id as u32)).into(),
                 bytes: Vec::new(),
                 continues: false,
             },
@@ -234,25 +238,22 @@ impl ShownStream {
             self.deadline = None;
         }
         let fresh = &segment.text[segment.shown..];
-        if let Some(errors) = &mut self.errors {
-            let is_whole = segment.end == End::Line && !segment.continues();
-            let Some(held) = errors.release(fresh, is_whole) else {
-                return;
-            };
-            self.next.bytes.extend_from_slice(&held);
-        }
+        let shown = if segment.end == End::Line && !segment.continues() {
+            self.errors.take(fresh)
+        } else {
+            [&self.errors.rest(), fresh, segment.end.bytes()].concat()
+        };
         if self.next.bytes.is_empty() {
             self.next.continues = segment.continues();
         }
-        self.next.bytes.extend_from_slice(fresh);
-        self.next.bytes.extend_from_slice(segment.end.bytes());
+        self.next.bytes.extend(shown);
     }
 
     /// `unseen` is the length of the unfinished text behind what was read.
     fn set_deadline(&mut self, unseen: Option<usize>, now: Instant) {
-        let is_held = self.errors.as_ref().is_some_and(RankErrors::holds_back);
         // Nobody waits for a prompt in a file.
-        let unseen = unseen.filter(|_| !is_held && !self.console.is_file(self.next.source.stream));
+        let unseen =
+            unseen.filter(|_| !self.errors.is_open && !self.console.is_file(self.next.source.stream));
         self.deadline = unseen.map(|length| match self.deadline {
             Some(deadline) if length <= PROMPT_BYTES => deadline,
             _ => now + QUIET,
@@ -268,7 +269,14 @@ impl ShownStream {
 
     /// Hands over what was read, once there is room for it.
     async fn send(&mut self) {
-        let bytes = std::mem::take(&mut self.next.bytes);
+        if !self.errors.is_open {
+            let rest = self.errors.rest();
+            self.next.bytes.extend(rest);
+        }
+        let mut bytes = std::mem::take(&mut self.next.bytes);
+        if let Some((look, prefix)) = self.own {
+            bytes = look.apply(&String::from_utf8_lossy(&bytes), prefix).into_bytes();
+        }
         if !bytes.is_empty() {
             let continues = std::mem::take(&mut self.next.continues);
             let next = self.next.clone();
@@ -276,6 +284,7 @@ impl ShownStream {
             // Nothing closes it.
             if let Ok(room) = self.room.clone().acquire_many_owned(cost).await {
                 let chunk = Chunk {
+                    prefix: next.prefix.replace(TIME, &now()).into(),
                     bytes,
                     continues,
                     ..next
@@ -355,6 +364,7 @@ impl TailReader {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::output::repeated_errors::RepeatedErrors;
     use crate::output::streams::Output;
 
     #[test]
@@ -422,12 +432,18 @@ mod tests {
                 writers: [Box::new(Screen(sender)), Box::new(io::sink())],
                 is_file: [is_file; 2],
                 is_one_place: false,
+                looks: [ddp_proto::printable::Look::default(); 2],
             };
             let console = Console::start(output, false).unwrap();
             let (unread, reads) = watch::channel(());
             Self {
                 lines: LineBuffer::default(),
-                shown: ShownStream::new(console.clone(), SOURCE, "[0] ", (None, reads)),
+                shown: ShownStream::new(
+                    console.clone(),
+                    SOURCE,
+                    "[0] ",
+                    (RepeatedErrors::default().of_rank(GlobalRank(0), false), reads),
+                ),
                 console,
                 unread,
                 screen,
@@ -486,6 +502,7 @@ mod tests {
             writers: [Box::new(Stalled(gate)), Box::new(io::sink())],
             is_file: [false; 2],
             is_one_place: false,
+            looks: [ddp_proto::printable::Look::default(); 2],
         };
         let console = Console::start(output, false).unwrap();
         let flood = Chunk {
@@ -511,7 +528,7 @@ mod tests {
             log: None,
             tail: writer,
             prefix: Some(String::new()),
-            errors: None,
+            errors: RepeatedErrors::default().of_rank(GlobalRank(1), false),
             duplicate: None,
         };
         let (_unread, reads) = watch::channel(());

@@ -8,6 +8,7 @@ use std::io::{self, Write};
 use std::os::fd::AsFd;
 use std::sync::Arc;
 
+use ddp_proto::printable::Look;
 use nix::sys::stat::{SFlag, fstat};
 
 /// Prefix of the launcher's own messages.
@@ -67,6 +68,8 @@ pub(crate) struct Output {
     pub(crate) is_file: [bool; 2],
     /// Both lead to the same file, pipe or terminal.
     pub(crate) is_one_place: bool,
+    /// How our own text looks there.
+    pub(crate) looks: [Look; 2],
 }
 
 impl Output {
@@ -80,6 +83,7 @@ impl Output {
             ],
             is_file: [is_file(&stdout), is_file(&stderr)],
             is_one_place: is_same_file(&stdout, &stderr),
+            looks: [Look::of(&stdout), Look::of(&stderr)],
         }
     }
 }

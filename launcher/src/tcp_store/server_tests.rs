@@ -30,6 +30,7 @@ fn console() -> (Console, mpsc::Receiver<Vec<u8>>) {
         writers: [Box::new(io::sink()), Box::new(Said(said))],
         is_file: [false; 2],
         is_one_place: false,
+        looks: [ddp_proto::printable::Look::default(); 2],
     };
     (Console::start(streams, false).unwrap(), output)
 }

@@ -332,8 +332,8 @@ fn progress_is_drawn_on_a_terminal() {
         screen.contains("3/10 loss 2.500  lr 1.0e-3  1.23k tok/s  1:01 left"),
         "{screen:?}"
     );
-    assert!(screen.contains("[0] a line before"), "{screen:?}");
-    assert!(screen.contains("[0] a line meanwhile"), "{screen:?}");
+    assert!(screen.contains("[0]\x1b[0m a line before"), "{screen:?}");
+    assert!(screen.contains("[0]\x1b[0m a line meanwhile"), "{screen:?}");
     assert!(!screen.contains("0/0"), "a bar without numbers: {screen:?}");
 }
 

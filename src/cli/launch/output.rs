@@ -7,7 +7,6 @@ use std::path::PathBuf;
 use ddp_launcher::{OutputPlan, SignalPlan};
 use nix::sys::signal::Signal;
 
-use crate::cli::answer::OWN_PREFIX;
 use crate::cli::error::CliError;
 use crate::cli::settings::Settings;
 use crate::cli::streams::{OutputStyle, Words};
@@ -20,6 +19,7 @@ pub fn output_plan(settings: &Settings, alone: bool, workers: u32) -> Result<Out
         tee: settings.tee.clone().unwrap_or_default(),
         local_ranks: settings.local_ranks_filter.clone(),
         global_ranks: settings.global_ranks_filter.clone(),
+        log_max_bytes: settings.log_max_mb.map(|mb| u64::from(mb.get()) << 20),
         prefix: settings.log_line_prefix_template.clone().unwrap_or_default(),
         stdout_filters: words(&settings.duplicate_stdout_filters),
         stderr_filters: words(&settings.duplicate_stderr_filters),
@@ -95,7 +95,6 @@ impl NewLogs<'_> {
             path: parent,
             source: errno.into(),
         })?;
-        eprintln!("{OWN_PREFIX}log files are in `{}`", directory.display());
         Ok(directory)
     }
 }

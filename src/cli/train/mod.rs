@@ -86,7 +86,7 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
         Command::Ckpt(command) => ckpt::run(&command),
         Command::Generate(args) => inference::generate(&args),
         Command::Eval(args) => inference::evaluate(&args),
-        Command::Doctor => answer::give(doctor::render(&doctor::Facts::gather())),
+        Command::Doctor => answer::give_report(&doctor::render(&doctor::Facts::gather())),
         Command::Completions { shell } => answer::completions(shell, command()),
     }
 }

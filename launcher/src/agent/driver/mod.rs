@@ -199,6 +199,9 @@ impl<'a> Driver<'a> {
             }
             LoopEvent::Swept(stuck, left) => {
                 self.read_control();
+                for line in self.worker_group.repeated.repeats() {
+                    self.launch.console.say(&line);
+                }
                 for (local_rank, message) in left.messages {
                     self.worker_group.note_error_file(local_rank, message);
                 }
@@ -290,8 +293,12 @@ impl<'a> Driver<'a> {
                     self.control.set_pid(*local_rank, Some(*pid));
                 }
             }
-            SpawnEvent::Ended { generation, .. } if *generation == current => {
+            SpawnEvent::Ended { generation, failure } if *generation == current => {
                 self.control.spawned();
+                if failure.is_none() && self.launch.plan.output.is_seen() {
+                    let program = &self.launch.plan.command.display_name;
+                    self.launch.console.say(&self.worker_group.introduction(program));
+                }
                 for signal in self.starter.deferred() {
                     self.worker_group.pass_on(signal);
                 }

@@ -170,7 +170,7 @@ impl Records {
             program: plan.command.display_name.clone(),
             executable: plan.command.program.clone(),
             hostname: launch.hostname.clone(),
-            output_unseen: plan.output.direct || plan.output.raw,
+            output_unseen: !plan.output.is_seen(),
             local_failure: self.local_failure.clone(),
             local_ends: worker_group.local_ends(),
             stopped: worker_group.ends(),

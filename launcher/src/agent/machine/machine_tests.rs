@@ -438,6 +438,10 @@ fn the_daemon_learns_that_a_signal_stops_this_node_before_the_workers_do() {
             if words == "resume with `--set run.out_dir=out`\n  \
                 if the other nodes continue, start this node again to rejoin the job"
     ));
+    // The last node is not told of others.
+    let stopped = Then::Finish(ExitReason::Stopped { signal: 15 });
+    play.machine.assigned.nodes = 1;
+    assert_eq!(play.machine.next_steps(&stopped), None);
 }
 
 #[test]
@@ -724,18 +728,20 @@ fn a_refusal_after_workers_ran_stops_them() {
 }
 
 #[test]
-fn the_notice_of_a_restart_names_the_log_file() {
+fn the_notice_of_a_restart_has_the_last_line_of_stderr_and_names_the_log_file() {
     let Word::GenerationOver(mut over) = over() else {
         unreachable!("made above");
     };
-    over.first_failure = Some(WorkerExit {
-        log_file: "logs/attempt_0/0/stderr.log".into(),
+    let mut failure = WorkerExit {
+        stderr_tail: vec!["loading".into(), "no data".into()],
+        log_file: "stderr.log".into(),
         ..WorkerExit::default()
-    });
-    insta::assert_snapshot!(restart_notice(&over), @r"
-    rank 0 (node `b`) died of SIGKILL; restarting in 0.5 s (1/3)
-      log file: logs/attempt_0/0/stderr.log
-    ");
+    };
+    over.first_failure = Some(failure.clone());
+    assert!(restart_notice(&over).ends_with("restarting in 0.5 s (1/3)\n  no data\n  log file: stderr.log"));
+    failure.signal = Some(libc::SIGKILL);
+    over.first_failure = Some(failure);
+    assert!(restart_notice(&over).ends_with("restarting in 0.5 s (1/3)\n  log file: stderr.log"));
 }
 
 #[test]
@@ -744,7 +750,7 @@ fn another_assignment_of_the_same_generation_is_not_this_nodes_own() {
     play.assign(1, 2);
     assert_eq!(play.last, [], "it keeps its place");
     play.assign_as("b1", 1, 2);
-    let stops = |effect: &Effect| matches!(effect, Effect::Notify(cause) if cause.contains("generation 1"));
+    let stops = |effect: &Effect| matches!(effect, Effect::Notify(cause) if cause.contains("assigned this node anew"));
     assert!(play.last.iter().any(stops), "{:?}", play.last);
     assert_eq!(play.machine.assignment_id(), "a1");
 }

@@ -51,6 +51,9 @@ pub const LEAVE_WAIT: Duration = Duration::from_secs(2);
 /// Beyond the time that the daemon itself waits for the other nodes, which begins after its pause before a restart.
 const JOIN_MARGIN: Duration = RESTART_BACKOFF_CAP.saturating_add(Duration::from_secs(15));
 
+/// Longest part of a failed worker's words in the notice of a restart.
+const MAX_REASON_CHARS: usize = 300;
+
 /// Generations are below this: workers parse 32 bits.
 const MAX_GENERATIONS: u64 = 1 << 31;
 
@@ -92,6 +95,7 @@ struct Assigned {
     /// Random id of the assignment.
     id: String,
     first_rank: u32,
+    nodes: u32,
 }
 
 /// The state of the agent.
@@ -256,7 +260,7 @@ impl Machine {
             }
             Phase::Running(_) => {
                 // A daemon that lost its state: it takes us for a node without workers.
-                let cause = format!("the daemon assigned generation {generation} anew");
+                let cause = "the daemon lost its state and assigned this node anew".to_owned();
                 return self.stop(&cause, Then::Rejoin);
             }
             _ => return Vec::new(),
@@ -276,6 +280,7 @@ impl Machine {
             generation,
             id: assignment.assignment_id.clone(),
             first_rank,
+            nodes: assignment.node_count,
         };
         self.members = Members::waiting(self.rules.workers);
         self.phase = Phase::Running(Suspects::default());
@@ -370,7 +375,7 @@ impl Machine {
             Some(error) => self.end(ExitReason::CannotStart(error)),
             // No worker was ever started, so none has succeeded.
             None if self.is_running() && self.members.is_empty() => {
-                let error = format!("no worker of generation {} was started", self.generation());
+                let error = "no worker was started".to_owned();
                 self.end(ExitReason::internal(error))
             }
             None => Vec::new(),
@@ -557,7 +562,8 @@ impl Machine {
         let Then::Finish(exit_reason) = then else {
             return None;
         };
-        let taken_in = (self.rules.elastic && matches!(exit_reason, ExitReason::Stopped { .. }))
+        let has_others = self.rules.elastic && self.assigned.nodes > 1;
+        let taken_in = (has_others && matches!(exit_reason, ExitReason::Stopped { .. }))
             .then_some("if the other nodes continue, start this node again to rejoin the job");
         let words = [self.how_to_resume(exit_reason), taken_in.map(str::to_owned)];
         let words: Vec<String> = words.into_iter().flatten().collect();
@@ -723,11 +729,18 @@ fn restart_notice(over: &GenerationOver) -> String {
         (true, Some(_)) => format!("{}; restarting without using up a restart", over.cause),
         (false, _) => format!("{}; restarting {when} ({count}/{max})", over.cause),
     };
-    if let Some(failure) = &over.first_failure
-        && !failure.log_file.is_empty()
-    {
-        notice.push_str("\n  log file: ");
-        notice.push_str(&failure.log_file);
+    if let Some(failure) = &over.first_failure {
+        let message = failure.message.lines().next();
+        let reason = message.or(failure.stderr_tail.last().map(String::as_str));
+        // Of a worker that was killed the last line says nothing.
+        if let Some(reason) = reason.filter(|_| failure.signal != Some(libc::SIGKILL)) {
+            notice.push_str("\n  ");
+            notice.extend(reason.chars().take(MAX_REASON_CHARS));
+        }
+        if !failure.log_file.is_empty() {
+            notice.push_str("\n  log file: ");
+            notice.push_str(&failure.log_file);
+        }
     }
     notice
 }

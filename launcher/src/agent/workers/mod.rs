@@ -28,6 +28,7 @@ use ddp_proto::env::WorkerEnv;
 use ddp_proto::ids::{Generation, GlobalRank, LocalRank};
 use ddp_proto::rendezvous::{Assignment, Heartbeat, LostRank, RankProgress};
 use ddp_proto::trust::data_key::DataKey;
+use ddp_proto::words::numbered;
 use nix::fcntl::OFlag;
 use nix::sys::signal::{Signal, kill, killpg};
 use nix::unistd::{Pid, pipe2};
@@ -114,6 +115,8 @@ pub(super) struct WorkerGroup {
     /// Since the generation began.
     oom: OomCounter,
     reported_waits: ReportedWaits,
+    /// The errors that they printed.
+    pub(super) repeated: RepeatedErrors,
     signal_scope: SignalScope,
     /// Rank 0 has a port to bind, and the next generation has a different one.
     port_changes: bool,
@@ -146,6 +149,7 @@ impl WorkerGroup {
             group: group.map(Path::to_owned),
             oom: OomCounter::of_workers(group),
             reported_waits: ReportedWaits::default(),
+            repeated: RepeatedErrors::default(),
             signal_scope,
             port_changes: false,
             cancelled: Arc::default(),
@@ -167,7 +171,6 @@ impl WorkerGroup {
             context.duplicate(Stream::Stdout, attempt)?,
             context.duplicate(Stream::Stderr, attempt)?,
         ];
-        let repeated = plan.command.native.then(RepeatedErrors::default);
         // Nothing tells the two streams of a worker apart then.
         let merges = reader.merges() && !plan.command.native && plan.log_dir.is_none();
         let (mut specs, mut contracts) = (Vec::new(), Vec::new());
@@ -175,8 +178,8 @@ impl WorkerGroup {
             let (rank, local_rank) = (contract.rank, contract.local_rank);
             let files = WorkerFiles::create(plan.log_dir.as_deref(), &context.scratch_dir, attempt, rank)?;
             contract.error_file = Some(files.error_file().to_string_lossy().into_owned());
-            let (stdout_log, stderr_log) = files.open_logs()?.unzip();
             let prefix = plan.output.prefix.of(&contract, &context.hostname);
+            let (stdout_log, stderr_log) = files.open_logs(&plan.output, &prefix)?.unzip();
             let open = |stream, log, duplicate: &Option<Duplicate>| {
                 let shown = plan.output.shows(rank, local_rank, stream);
                 let (pipe, pipe_end) = pipe2(OFlag::O_CLOEXEC).map_err(no_pipes)?;
@@ -188,10 +191,7 @@ impl WorkerGroup {
                     log,
                     tail,
                     prefix: shown.then(|| prefix.clone()),
-                    errors: repeated
-                        .as_ref()
-                        .filter(|_| stream == Stream::Stderr)
-                        .map(|repeated| repeated.of_rank(rank)),
+                    errors: worker_group.repeated.of_rank(rank, plan.command.native),
                     duplicate: duplicate.clone(),
                 };
                 if !reader.add(worker_stream) {
@@ -230,6 +230,17 @@ impl WorkerGroup {
             node_addr: assignment.own.clone().unwrap_or_default().addr,
             data_key: DataKey::of_assignment(&assignment.data_key),
         })
+    }
+
+    /// What was started here: `train.py: ranks 0, 1; pids 4711, 4712; logs in /tmp/logs/attempt_0`.
+    pub(super) fn introduction(&self, program: &str) -> String {
+        let workers = self.workers.iter();
+        let started = workers.filter_map(|worker| Some((worker.rank.0, worker.pid?)));
+        let (ranks, pids): (Vec<u32>, Vec<i32>) = started.unzip();
+        let (ranks, pids) = (numbered("rank", &ranks), numbered("pid", &pids));
+        let dir = self.attempt_dir();
+        let logs = dir.map_or_else(String::new, |dir| format!("; logs in {}", dir.display()));
+        format!("{program}: {ranks}; {pids}{logs}")
     }
 
     fn get(&self, local_rank: LocalRank) -> Option<&Worker> {

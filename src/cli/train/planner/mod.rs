@@ -81,10 +81,14 @@ pub(super) struct PlanArgs {
 
 /// Main of `ddp-train plan`.
 pub(super) fn run(args: &PlanArgs) -> ExitCode {
-    answer::give_or_fail(match &args.config {
+    let said = match &args.config {
         Some(config) => plan(args, config),
         None => Ok(collective(args)),
-    })
+    };
+    match said {
+        Ok(text) => answer::give_report(&text),
+        Err(error) => answer::fail(&error, error.exit_code()),
+    }
 }
 
 /// What a ring sends of a buffer of S bytes (Patarasuk and Yuan 2009): each of N ranks sends S/N in a step, in N − 1 steps

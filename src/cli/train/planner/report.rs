@@ -10,7 +10,7 @@ use crate::cli::native::plan::{Cluster, GlobalBatch};
 use crate::cli::native::{Advice, Axis, Candidate, Comparison, Machines, Strategy};
 
 /// Columns of a table, at most.
-const WIDTH: usize = 100;
+const WIDTH: usize = 80;
 /// The cell of an unknown number.
 const UNKNOWN: &str = "–";
 /// Rows that have only such cells are left out.
