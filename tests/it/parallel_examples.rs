@@ -123,10 +123,18 @@ fn every_command_of_the_document_on_parallelism_has_the_losses_and_numbers_that_
     let few = ["train.steps=3", &format!("data.val={}", val.display())];
     let mut expected: Vec<f64> = Vec::new();
     let (mut commands, mut compared) = (0, 0);
+    let pipe = text.lines().find_map(|line| {
+        line.strip_prefix("    pipe() { try ")?
+            .strip_suffix(r#" "$@"; }"#)
+    });
+    let pipe = pipe.expect("the command of pipelines");
     for section in text.split("\n## ").flat_map(|text| text.split("\n### ")) {
         let figures = figures(section);
-        let mut tries = section.lines().filter_map(|line| line.strip_prefix("    try "));
-        let Some(command) = tries.next() else {
+        let mut tries = section.lines().filter_map(|line| match line.strip_prefix("    pipe") {
+            Some(settings) if !settings.starts_with("()") => Some(format!("{pipe}{settings}")),
+            _ => line.strip_prefix("    try ").map(ToOwned::to_owned),
+        });
+        let Some(command) = &tries.next() else {
             assert!(figures.is_empty(), "of which command? {figures:?}");
             continue;
         };
