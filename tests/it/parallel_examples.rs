@@ -130,10 +130,12 @@ fn every_command_of_the_document_on_parallelism_has_the_losses_and_numbers_that_
     let pipe = pipe.expect("the command of pipelines");
     for section in text.split("\n## ").flat_map(|text| text.split("\n### ")) {
         let figures = figures(section);
-        let mut tries = section.lines().filter_map(|line| match line.strip_prefix("    pipe") {
-            Some(settings) if !settings.starts_with("()") => Some(format!("{pipe}{settings}")),
-            _ => line.strip_prefix("    try ").map(ToOwned::to_owned),
-        });
+        let mut tries = section
+            .lines()
+            .filter_map(|line| match line.strip_prefix("    pipe") {
+                Some(settings) if !settings.starts_with("()") => Some(format!("{pipe}{settings}")),
+                _ => line.strip_prefix("    try ").map(ToOwned::to_owned),
+            });
         let Some(command) = &tries.next() else {
             assert!(figures.is_empty(), "of which command? {figures:?}");
             continue;
