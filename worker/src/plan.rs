@@ -139,13 +139,14 @@ impl Accelerator {
     }
 
     /// Of `NVIDIA H100 80GB HBM3` the sheet of an `h100`; where several bear the name, that with the nearest memory. Cards
-    /// for PCI Express are slower than the modules that the sheets are of, and have none.
+    /// for PCI Express are slower than the modules that the sheets are of, and parts of a module (MIG) too: they have none.
     pub fn of(gpu: &GpuFacts) -> Option<Self> {
         let name = gpu.name.to_ascii_lowercase();
         let words: Vec<&str> = name.split([' ', '-']).collect();
         let series = |sheet: &Self| sheet.name.split('-').next().unwrap_or_default();
         (Self::ALL.into_iter())
-            .filter(|sheet| words.contains(&series(sheet)) && !words.contains(&"pcie"))
+            .filter(|sheet| words.contains(&series(sheet)))
+            .filter(|_| !["pcie", "nvl", "mig"].iter().any(|word| words.contains(word)))
             .min_by_key(|sheet| sheet.memory.abs_diff(gpu.memory_bytes as u64))
     }
 
@@ -255,6 +256,8 @@ mod tests {
         assert_eq!(sheet("NVIDIA A100-SXM4-40GB", 39), Some("a100-40gb"));
         assert_eq!(sheet("NVIDIA A100-SXM4-80GB", 79), Some("a100"));
         assert_eq!(sheet("NVIDIA A100-PCIE-40GB", 39), None, "slower than the module");
+        assert_eq!(sheet("NVIDIA H100 NVL", 93), None);
+        assert_eq!(sheet("NVIDIA A100-SXM4-40GB MIG 1g.5gb", 5), None);
         assert_eq!(sheet("NVIDIA GeForce RTX 4090", 24), None);
     }
 

@@ -70,13 +70,16 @@ impl SelfExe {
     }
 }
 
-/// The interpreter of scripts and modules: `$PYTHON_EXEC`, else that of the virtual environment in which `exe` is
-/// installed, else the one that a shell would find.
+/// The interpreter of scripts and modules: `$PYTHON_EXEC`, else, where no environment is activated, that of the environment
+/// in which `exe` is installed, else the one that a shell would find.
 pub fn python(get_env: impl Fn(&str) -> Option<String>, exe: &Path) -> PathBuf {
     let given = get_env("PYTHON_EXEC").filter(|value| !value.is_empty());
+    let is_activated = ["VIRTUAL_ENV", "CONDA_PREFIX"]
+        .into_iter()
+        .any(|name| get_env(name).is_some());
     let found = given
         .map(PathBuf::from)
-        .or_else(|| in_environment_of(exe))
+        .or_else(|| in_environment_of(exe).filter(|_| !is_activated))
         .or_else(|| in_path(&["python3", "python"], &get_env));
     found.unwrap_or_else(|| "python3".into())
 }

@@ -253,7 +253,7 @@ fn memory(held: &Footprint, snapshot_bytes: u64, nccl_bytes: u64) -> String {
         in_flight(held.in_flight),
         bytes(held.optimizer),
         aside(held.offloaded[0], |host| format!(" (plus {host} in host memory)")),
-        aside(held.offloaded[1], |file| format!(" (of {file} in a file)")),
+        aside(held.offloaded[1], |file| format!(" in memory ({file} in a file)")),
         aside(held.padding, |padding| format!(
             ", including {padding} of padding"
         )),
@@ -517,7 +517,7 @@ mod tests {
             offloaded: [0, 8_000_000_000],
             ..seven_billion([0, 0, 7])
         };
-        insta::assert_snapshot!(memory(&zero3, 3 << 30, 5 << 20), @"parameters 3.3 GiB (plus 2.0 GiB gathered), gradients 4.3 GiB (1.0 GiB of it in flight), optimizer 6.5 GiB (of 7.5 GiB in a file), including 5.0 MiB of padding, activations 48.0 GiB, checkpoint snapshot 3.0 GiB, NCCL 5.0 MiB");
+        insta::assert_snapshot!(memory(&zero3, 3 << 30, 5 << 20), @"parameters 3.3 GiB (plus 2.0 GiB gathered), gradients 4.3 GiB (1.0 GiB of it in flight), optimizer 6.5 GiB in memory (7.5 GiB in a file), including 5.0 MiB of padding, activations 48.0 GiB, checkpoint snapshot 3.0 GiB, NCCL 5.0 MiB");
     }
 
     #[test]
