@@ -33,6 +33,7 @@ mod threads;
 
 pub use agent::{ExitReason, Outcome, is_ignored, run, user_name};
 pub use cgroup::{NoGroup, cpu_quota, parent_of_workers, usable_cores};
+pub use output::console::progress_bar;
 pub use output::logs::LogError;
 pub use output::plan::{OutputPlan, PrefixTemplate, StreamSet, StreamsByRank};
 pub use plan::{

@@ -50,14 +50,11 @@ impl Look {
     }
 
     fn marked(self, line: String) -> String {
-        for (mark, colour) in MARKS {
-            let begins = |at: &usize| line[..*at].trim().is_empty() || mark == RESTART;
-            if let Some(at) = line.find(mark).filter(begins) {
-                let after = &line[at + mark.len()..];
-                return [&line[..at], &self.painted(mark, colour), after].concat();
-            }
+        let has = |mark| mark == RESTART || line.trim_start().starts_with(mark);
+        match MARKS.into_iter().find(|(mark, _)| has(mark)) {
+            Some((mark, colour)) => line.replacen(mark, &self.painted(mark, colour), 1),
+            None => line,
         }
-        line
     }
 
     /// A prefix in the colour of its rank; the launcher's own has none, and is bold.
@@ -79,11 +76,10 @@ impl Look {
 /// (`name   value`), or else two columns further in. Flags stay on one line, to be copied.
 fn wrapped(line: &str, width: usize) -> String {
     let text = line.trim_start();
-    let start = line.len() - text.len();
-    let value = text.split_once("  ").map(|(_, value)| value.trim_start());
-    let hang = value.map(|value| line[..line.len() - value.len()].chars().count());
-    let hang = hang.filter(|hang| *hang < width / 2).unwrap_or(start + 2);
-    let (mut wrapped, mut column) = (String::with_capacity(line.len()), 0);
+    let value = text.split_once("  ").map_or("", |(_, value)| value.trim_start());
+    let hang = Some(line.len() - value.len()).filter(|hang| *hang < width / 2);
+    let hang = hang.unwrap_or(line.len() - text.len() + 2);
+    let (mut wrapped, mut column) = (String::new(), 0);
     for word in line.split_inclusive(' ') {
         let end = column + word.trim_end().chars().count();
         if end > width && column > hang && !text.starts_with("--") {

@@ -8,15 +8,11 @@ use clap_complete::Shell;
 use comfy_table::{CellAlignment, Table, presets};
 use ddp_proto::exit;
 use ddp_proto::printable::{self, Look};
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use super::error::CliError;
 
 /// What each line of the launcher's own begins with, which may stand among its workers'.
 pub const OWN_PREFIX: &str = "[ddp-run] ";
-
-/// How often a progress bar is drawn again, in Hz.
-const REDRAW_HZ: u8 = 10;
 
 /// Writes the whole of it. A reader that goes away has seen enough; every other failure is reported.
 pub fn give(text: impl AsRef<[u8]>) -> ExitCode {
@@ -31,7 +27,7 @@ pub(super) fn give_report(text: &str) -> ExitCode {
 
 /// The answer, or why there is none.
 pub(super) fn give_or_fail(text: Result<String, CliError>) -> ExitCode {
-    text.map_or_else(|error| fail(&error, error.exit_code()), give)
+    text.map_or_else(|error| fail(&error, error.exit_code()), |text| give_report(&text))
 }
 
 /// A table without lines between its cells. The columns that `is_number` names are aligned to the right.
@@ -47,13 +43,6 @@ pub(super) fn table(
         }
     }
     table.trim_fmt() + "\n"
-}
-
-/// How far a command is: one line at the bottom of a terminal, of a template of indicatif, and nothing elsewhere. Clear it
-/// before anything else is printed.
-pub(super) fn progress_bar(template: &str) -> ProgressBar {
-    let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr_with_hz(REDRAW_HZ));
-    bar.with_style(ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar()))
 }
 
 /// The script by which a shell completes the words of a program.

@@ -45,7 +45,8 @@ const OWN: Source = Source {
 pub(crate) struct Console {
     /// By stream; twice the same if both streams lead to one place.
     places: [Arc<Place>; 2],
-    looks: [Look; 2],
+    /// How our own text looks there.
+    pub(crate) looks: [Look; 2],
     /// Changes whenever a place took something; closed when all threads have ended.
     taken: watch::Receiver<()>,
 }
@@ -91,7 +92,8 @@ impl Console {
                 beside: places[stream.other() as usize].clone(),
                 queue,
                 cursor: Cursor::default(),
-                bar: (progress_bar && stream == Stream::Stderr).then(new_bar),
+                bar: (progress_bar && stream == Stream::Stderr)
+                    .then(|| progress_bar("{wide_bar} {pos}/{len} {msg}")),
                 taken: sender.clone(),
                 was_refused: false,
             };
@@ -112,11 +114,6 @@ impl Console {
         self.places[stream as usize].is_file
     }
 
-    /// How our own text looks on the stream.
-    pub(crate) fn look(&self, stream: Stream) -> Look {
-        self.looks[stream as usize]
-    }
-
     /// Both streams lead to one place.
     pub(crate) fn is_one_place(&self) -> bool {
         Arc::ptr_eq(&self.places[0], &self.places[1])
@@ -134,7 +131,7 @@ impl Console {
     /// Queues a message of the launcher itself, each of its lines prefixed. Control characters of peers' text are escaped.
     /// Never waits.
     pub(crate) fn say(&self, text: &str) {
-        let (look, place) = (self.look(Stream::Stderr), &self.places[Stream::Stderr as usize]);
+        let ([_, look], [_, place]) = (self.looks, &self.places);
         let text = look.apply(&printable::text(text), OWN_PREFIX.len());
         place.say(&look.prefix(OWN_PREFIX, None), &text);
     }
@@ -337,10 +334,11 @@ impl Writer {
     }
 }
 
-fn new_bar() -> ProgressBar {
+/// How far a command is: one line at the bottom of a terminal, of a template of indicatif, and nothing elsewhere. Clear it
+/// before anything else is printed.
+pub fn progress_bar(template: &str) -> ProgressBar {
     let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr_with_hz(REDRAW_HZ));
-    let style = ProgressStyle::with_template("{wide_bar} {pos}/{len} {msg}");
-    bar.with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
+    bar.with_style(ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar()))
 }
 
 #[cfg(test)]

@@ -1,14 +1,7 @@
 //! Cuts a stream of bytes into lines, and lines into the updates of a progress bar.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
-
 /// A longer line is cut, so that one worker cannot make the launcher keep an endless line in memory.
 pub(crate) const MAX_LINE_BYTES: usize = 1 << 20;
-/// The same while all streams together keep more than [`MAX_PENDING_BYTES`].
-const MAX_LINE_BYTES_WHEN_FULL: usize = 64 << 10;
-/// Bytes of all unfinished lines.
-const MAX_PENDING_BYTES: usize = 64 << 20;
 /// Ends the first part of a line that is cut; its other parts follow as lines of their own.
 const CUT_MARK: &[u8] = b" [line too long: continued below]";
 
@@ -63,31 +56,13 @@ pub(crate) struct LineBuffer {
     overwrites: bool,
     /// The length limit already cut the present line.
     is_cut: bool,
-    /// Bytes that all streams keep, this one included.
-    total: Arc<AtomicUsize>,
-    /// The share of this stream in `total`.
-    counted: usize,
 }
 
 impl LineBuffer {
-    /// One of the streams that count their bytes in `total`.
-    pub(crate) fn new(total: Arc<AtomicUsize>) -> Self {
-        Self {
-            total,
-            ..Self::default()
-        }
-    }
-
     /// Passes each segment that `bytes` completes to `emit`.
     pub(crate) fn push(&mut self, mut bytes: &[u8], mut emit: impl FnMut(&Segment<'_>)) {
-        let others = self.total.load(Ordering::Relaxed).saturating_sub(self.counted);
-        let longest = if others + self.pending.len() < MAX_PENDING_BYTES {
-            MAX_LINE_BYTES
-        } else {
-            MAX_LINE_BYTES_WHEN_FULL
-        };
         while !bytes.is_empty() {
-            let room = longest.saturating_sub(self.pending.len());
+            let room = MAX_LINE_BYTES.saturating_sub(self.pending.len());
             let end = bytes
                 .iter()
                 .take(room + 1)
@@ -110,7 +85,6 @@ impl LineBuffer {
                 self.emit(End::Update, &mut emit);
             }
         }
-        self.count(self.pending.len());
     }
 
     fn emit(&mut self, end: End, emit: &mut impl FnMut(&Segment<'_>)) {
@@ -121,7 +95,6 @@ impl LineBuffer {
             end,
         });
         self.pending.clear();
-        self.pending.shrink_to(MAX_LINE_BYTES_WHEN_FULL);
     }
 
     /// Length of the unfinished text, if some of it was not passed on yet.
@@ -141,16 +114,9 @@ impl LineBuffer {
 
     /// Passes on what is left at the end of the stream.
     pub(crate) fn finish(mut self, mut emit: impl FnMut(&Segment<'_>)) {
-        self.count(0);
         if !self.pending.is_empty() || self.overwrites {
             self.emit(End::Line, &mut emit);
         }
-    }
-
-    fn count(&mut self, bytes: usize) {
-        self.total.fetch_add(bytes, Ordering::Relaxed);
-        self.total.fetch_sub(self.counted, Ordering::Relaxed);
-        self.counted = bytes;
     }
 }
 
@@ -201,22 +167,6 @@ mod tests {
             assert_eq!(lengths, [longest + mark, longest, longest, 5, 4]);
             assert!(lines[0].ends_with(&[CUT_MARK, b"\n"].concat()));
         }
-    }
-
-    #[test]
-    fn what_all_streams_keep_is_bounded() {
-        let total = Arc::<AtomicUsize>::default();
-        let mut buffer = LineBuffer::new(total.clone());
-        let half = vec![b'x'; MAX_LINE_BYTES / 2];
-        buffer.push(&half, |_| panic!("there is room"));
-        assert_eq!(total.load(Ordering::Relaxed), half.len());
-        total.fetch_add(MAX_PENDING_BYTES, Ordering::Relaxed);
-        buffer.push(b"y", |line| {
-            assert_eq!(line.text.len(), half.len() + CUT_MARK.len());
-        });
-        assert_eq!(buffer.show().text, b"y");
-        buffer.finish(|_| ());
-        assert_eq!(total.load(Ordering::Relaxed), MAX_PENDING_BYTES);
     }
 
     #[test]

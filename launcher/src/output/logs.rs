@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use ddp_proto::ids::GlobalRank;
 use ddp_proto::utc::now;
 
-use crate::output::plan::{OutputPlan, TIME};
+use crate::output::streams::Stream;
 
 /// Most bytes read of an error file.
 const MAX_ERROR_FILE_BYTES: u64 = 1 << 20;
@@ -49,28 +49,20 @@ fn hint(cause: &io::Error) -> &'static str {
     }
 }
 
-/// Makes the directory below which all attempts write. Returns the folders that were not there, the innermost first.
-pub(crate) fn create_log_dir(path: &Path) -> Result<Vec<PathBuf>, LogError> {
-    let missing = path.ancestors().take_while(|folder| !folder.exists());
-    let missing = missing.map(Path::to_owned).collect();
+/// Makes the directory below which all attempts write.
+pub(crate) fn create_log_dir(path: &Path) -> Result<(), LogError> {
     let made = fs::create_dir_all(path).map_err(|cause| match cause.kind() {
         // A directory may be there already; this is something else.
         io::ErrorKind::AlreadyExists => io::Error::from_raw_os_error(libc::ENOTDIR),
         _ => cause,
     });
-    made.map(|()| missing).map_err(LogError::at(path))
-}
-
-/// Removes folders that are empty, the innermost first.
-pub(crate) fn remove_empty(folders: &[PathBuf]) {
-    // One that is in use stays, and with it all around it.
-    let _ = folders.iter().try_for_each(fs::remove_dir);
+    made.map_err(LogError::at(path))
 }
 
 /// Opens `filtered_stdout.log` or `filtered_stderr.log` of an attempt, for all its workers together.
-pub(crate) fn open_filtered(log_dir: &Path, attempt: u32, name: &str) -> Result<File, LogError> {
+pub(crate) fn open_filtered(log_dir: &Path, attempt: u32, stream: Stream) -> Result<File, LogError> {
     let directory = log_dir.join(format!("attempt_{attempt}"));
-    let path = directory.join(name);
+    let path = directory.join(format!("filtered_{}.log", stream.name()));
     fs::create_dir_all(&directory)
         .and_then(|()| {
             fs::write(&path, "")?;
@@ -121,8 +113,10 @@ pub(crate) struct LogFile {
     path: PathBuf,
     /// From this size on, it begins anew.
     max_bytes: u64,
-    /// If lines are to begin with their times: whether the next byte begins one.
-    begins_line: Option<bool>,
+    /// Each line begins with its time.
+    has_times: bool,
+    /// The next byte begins a line.
+    begins_line: bool,
 }
 
 impl LogFile {
@@ -134,10 +128,10 @@ impl LogFile {
         }
         let mut text = Vec::new();
         for line in bytes.split_inclusive(|byte| *byte == b'\n') {
-            let next = self.begins_line.map(|_| line.ends_with(b"\n"));
-            if std::mem::replace(&mut self.begins_line, next) == Some(true) {
+            if self.has_times && self.begins_line {
                 text.extend_from_slice(format!("{} ", now()).as_bytes());
             }
+            self.begins_line = line.ends_with(b"\n");
             text.extend_from_slice(line);
         }
         self.file.write_all(&text)
@@ -194,24 +188,23 @@ impl WorkerFiles {
         self.logged("hang.txt")
     }
 
-    /// Opens `stdout.log` and `stderr.log`, empty; none without a log directory.
-    pub(crate) fn open_logs(
+    /// Opens `stdout.log` or `stderr.log`, empty; none without a log directory.
+    pub(crate) fn open_log(
         &self,
-        plan: &OutputPlan,
-        prefix: &str,
-    ) -> Result<Option<(LogFile, LogFile)>, LogError> {
-        let (Some(stdout), Some(stderr)) = (self.logged("stdout.log"), self.logged("stderr.log")) else {
-            return Ok(None);
-        };
+        name: &str,
+        max_bytes: Option<u64>,
+        has_times: bool,
+    ) -> Result<Option<LogFile>, LogError> {
         let open = |path: PathBuf| {
             Ok(LogFile {
                 file: File::create(&path).map_err(LogError::at(&path))?,
                 path,
-                max_bytes: plan.log_max_bytes.unwrap_or(u64::MAX),
-                begins_line: prefix.contains(TIME).then_some(true),
+                max_bytes: max_bytes.unwrap_or(u64::MAX),
+                has_times,
+                begins_line: true,
             })
         };
-        Ok(Some((open(stdout)?, open(stderr)?)))
+        self.logged(name).map(open).transpose()
     }
 
     fn logged(&self, name: &str) -> Option<PathBuf> {
@@ -288,7 +281,7 @@ mod tests {
         assert_eq!(files.error_file(), dir.path().join("attempt_2/5/error.json"));
         fs::write(files.error_file(), "last words").unwrap();
         assert_eq!(files.error_message().as_deref(), Some("last words"));
-        assert!(files.open_logs(&OutputPlan::default(), "").unwrap().is_some());
+        assert!(files.open_log("stderr.log", None, false).unwrap().is_some());
         let refused = create().unwrap_err().to_string();
         assert!(refused.contains("hint: another run writes there"), "{refused}");
         assert_eq!(
@@ -348,11 +341,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let files = WorkerFiles::create(Some(dir.path()), dir.path(), 0, GlobalRank(1)).unwrap();
         let read = |name| fs::read_to_string(dir.path().join("attempt_0/1").join(name)).unwrap();
-        let plan = OutputPlan {
-            log_max_bytes: Some(10),
-            ..OutputPlan::default()
-        };
-        let (mut log, _) = files.open_logs(&plan, "[1] ").unwrap().unwrap();
+        let mut log = files.open_log("stdout.log", Some(10), false).unwrap().unwrap();
         for text in ["first\n", "second\n", "third\n", "4\n5\n6\n", "last"] {
             log.write(text.as_bytes()).unwrap();
         }
@@ -360,7 +349,7 @@ mod tests {
             (read("stdout.log"), read("stdout.log.1")),
             ("last".into(), "third\n4\n5\n6\n".into())
         );
-        let (mut log, _) = files.open_logs(&OutputPlan::default(), TIME).unwrap().unwrap();
+        let mut log = files.open_log("stdout.log", None, true).unwrap().unwrap();
         for text in ["be", "gun\nen", "ded\n"] {
             log.write(text.as_bytes()).unwrap();
         }
@@ -382,7 +371,7 @@ mod tests {
         let (one, other) = (create(5), create(6));
         assert_ne!(one.error_file(), other.error_file());
         assert_eq!(one.error_file().parent(), Some(scratch.path()));
-        assert!(one.open_logs(&OutputPlan::default(), "").unwrap().is_none());
+        assert!(one.open_log("stderr.log", None, false).unwrap().is_none());
         assert_eq!((one.stderr_log(), one.hang_file()), (None, None));
     }
 

@@ -8,7 +8,6 @@ use std::collections::VecDeque;
 use std::fs::File;
 use std::io::{self, Write};
 use std::os::fd::OwnedFd;
-use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -17,7 +16,7 @@ use ddp_proto::printable::Look;
 use ddp_proto::utc::now;
 use tokio::io::AsyncReadExt;
 use tokio::net::unix::pipe;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, watch};
+use tokio::sync::{mpsc, watch};
 use tokio::time::{Instant, timeout_at};
 
 use crate::output::console::Console;
@@ -38,10 +37,12 @@ const STACK_BYTES: usize = 512 << 10;
 const READ_BYTES: usize = 64 << 10;
 /// Pipes that may wait for the thread: two for each worker that is being started.
 const PIPE_QUEUE: usize = 4096;
-/// Bytes of a stream that are read while the console has no room: the last words of a worker reach log files and report.
-const READ_AHEAD: usize = 256 << 10;
+/// Times that a stream is read while the console has no room: the last words of a worker reach log files and report.
+const READ_AHEAD: usize = 64;
 /// Time from the first byte of unfinished text until it is shown.
 const QUIET: Duration = Duration::from_millis(100);
+/// Time after the last line of an error until it counts as whole, if nothing follows.
+const ERROR_QUIET: Duration = Duration::from_secs(1);
 /// Longer text is no prompt: it is shown when nothing has come for [`QUIET`], so that a long line that arrives in parts
 /// stays whole.
 const PROMPT_BYTES: usize = 4 << 10;
@@ -99,10 +100,8 @@ impl OutputReader {
         let merges = console.is_one_place();
         threads::start_runtime("reader", STACK_BYTES, move || {
             Ok(async move {
-                let pending = Arc::<AtomicUsize>::default();
                 while let Some((stream, unread)) = queue.recv().await {
-                    let lines = LineBuffer::new(pending.clone());
-                    tokio::spawn(read(stream, lines, console.clone(), unread));
+                    tokio::spawn(read(stream, console.clone(), unread));
                 }
             })
         })?;
@@ -129,7 +128,7 @@ impl OutputReader {
     }
 }
 
-async fn read(mut worker: WorkerStream, mut lines: LineBuffer, console: Console, unread: Unread) {
+async fn read(mut worker: WorkerStream, console: Console, unread: Unread) {
     let Ok(mut pipe) = pipe::Receiver::from_owned_fd(worker.pipe) else {
         return;
     };
@@ -152,7 +151,7 @@ async fn read(mut worker: WorkerStream, mut lines: LineBuffer, console: Console,
             *duplicate = None;
         }
     };
-    let mut buffer = vec![0; READ_BYTES];
+    let (mut lines, mut buffer) = (LineBuffer::default(), vec![0; READ_BYTES]);
     loop {
         let reading = pipe.read(&mut buffer);
         let read = match shown.as_mut().and_then(|shown| Some((shown.deadline?, shown))) {
@@ -184,9 +183,7 @@ async fn read(mut worker: WorkerStream, mut lines: LineBuffer, console: Console,
     }
     lines.finish(|segment| take(segment, &mut shown));
     if let Some(shown) = &mut shown {
-        let rest = shown.errors.rest();
-        shown.next.bytes.extend(rest);
-        shown.send().await;
+        shown.show(&mut LineBuffer::default()).await;
     }
 }
 
@@ -197,9 +194,7 @@ struct ShownStream {
     /// How lines of a native worker look, behind a prefix of so many columns.
     own: Option<(Look, usize)>,
     /// Hands over what was read to the console, in order.
-    forward: mpsc::UnboundedSender<(Chunk, OwnedSemaphorePermit)>,
-    /// For what is read ahead.
-    room: Arc<Semaphore>,
+    forward: mpsc::Sender<Chunk>,
     /// What the console gets next.
     next: Chunk,
     /// When the unfinished text is shown.
@@ -208,13 +203,12 @@ struct ShownStream {
 
 impl ShownStream {
     fn new(console: Console, source: Source, prefix: &str, (errors, unread): (RankErrors, Unread)) -> Self {
-        let (forward, mut read) = mpsc::unbounded_channel::<(Chunk, OwnedSemaphorePermit)>();
-        let (place, look) = (console.clone(), console.look(source.stream));
+        let (forward, mut read) = mpsc::channel(READ_AHEAD);
+        let (place, look) = (console.clone(), console.looks[source.stream as usize]);
         tokio::spawn(async move {
             let _unread = unread;
-            while let Some((chunk, room)) = read.recv().await {
+            while let Some(chunk) = read.recv().await {
                 place.put(chunk).await;
-                drop(room);
             }
         });
         Self {
@@ -222,7 +216,6 @@ impl ShownStream {
             own: errors.is_native.then(|| (look, prefix.chars().count())),
             errors,
             forward,
-            room: Arc::new(Semaphore::new(READ_AHEAD)),
             next: Chunk {
                 source,
                 prefix: look.prefix(prefix, Some(source.id as u32)).into(),
@@ -237,30 +230,33 @@ impl ShownStream {
         if segment.end != End::Unfinished {
             self.deadline = None;
         }
-        let fresh = &segment.text[segment.shown..];
-        let shown = if segment.end == End::Line && !segment.continues() {
-            self.errors.take(fresh)
-        } else {
-            [&self.errors.rest(), fresh, segment.end.bytes()].concat()
-        };
+        let is_line = segment.end == End::Line && !segment.continues();
+        if is_line && self.errors.hold(segment.text) {
+            return;
+        }
         if self.next.bytes.is_empty() {
             self.next.continues = segment.continues();
         }
-        self.next.bytes.extend(shown);
+        self.next.bytes.extend(self.errors.rest());
+        self.next.bytes.extend_from_slice(&segment.text[segment.shown..]);
+        self.next.bytes.extend_from_slice(segment.end.bytes());
     }
 
     /// `unseen` is the length of the unfinished text behind what was read.
     fn set_deadline(&mut self, unseen: Option<usize>, now: Instant) {
+        if self.errors.is_holding() {
+            self.deadline = Some(now + ERROR_QUIET);
+            return;
+        }
         // Nobody waits for a prompt in a file.
-        let unseen =
-            unseen.filter(|_| !self.errors.is_open && !self.console.is_file(self.next.source.stream));
+        let unseen = unseen.filter(|_| !self.console.is_file(self.next.source.stream));
         self.deadline = unseen.map(|length| match self.deadline {
             Some(deadline) if length <= PROMPT_BYTES => deadline,
             _ => now + QUIET,
         });
     }
 
-    /// Shows the unfinished text.
+    /// Shows the unfinished text, and the error that is held back.
     async fn show(&mut self, lines: &mut LineBuffer) {
         self.deadline = None;
         self.take(&lines.show());
@@ -269,29 +265,20 @@ impl ShownStream {
 
     /// Hands over what was read, once there is room for it.
     async fn send(&mut self) {
-        if !self.errors.is_open {
-            let rest = self.errors.rest();
-            self.next.bytes.extend(rest);
-        }
         let mut bytes = std::mem::take(&mut self.next.bytes);
+        if bytes.is_empty() {
+            return;
+        }
         if let Some((look, prefix)) = self.own {
             bytes = look.apply(&String::from_utf8_lossy(&bytes), prefix).into_bytes();
         }
-        if !bytes.is_empty() {
-            let continues = std::mem::take(&mut self.next.continues);
-            let next = self.next.clone();
-            let cost = bytes.len().min(READ_AHEAD) as u32;
-            // Nothing closes it.
-            if let Ok(room) = self.room.clone().acquire_many_owned(cost).await {
-                let chunk = Chunk {
-                    prefix: next.prefix.replace(TIME, &now()).into(),
-                    bytes,
-                    continues,
-                    ..next
-                };
-                let _ = self.forward.send((chunk, room));
-            }
-        }
+        let chunk = Chunk {
+            bytes,
+            prefix: self.next.prefix.replace(TIME, &now()).into(),
+            ..self.next.clone()
+        };
+        // It is open as long as this stream is.
+        let _ = self.forward.send(chunk).await;
     }
 }
 
@@ -470,7 +457,7 @@ mod tests {
             let mut shown = self.shown;
             self.lines.finish(|segment| shown.take(segment));
             let last = async {
-                shown.send().await;
+                shown.show(&mut LineBuffer::default()).await;
                 drop(shown);
                 self.unread.closed().await;
             };
@@ -532,7 +519,7 @@ mod tests {
             duplicate: None,
         };
         let (_unread, reads) = watch::channel(());
-        tokio::spawn(read(stream, LineBuffer::default(), console, reads));
+        tokio::spawn(read(stream, console, reads));
         for line in ["Traceback\n", "ValueError\n"] {
             worker.write_all(line.as_bytes()).unwrap();
             tokio::task::yield_now().await;

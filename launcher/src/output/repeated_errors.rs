@@ -4,24 +4,24 @@
 //! failure report off the screen. An error is held back until it is whole, so that those of several ranks do not mix, and
 //! then shown, or left out if the console has shown it of another rank of this generation. Log files contain all lines.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use ddp_proto::ids::GlobalRank;
 use ddp_proto::words::numbered;
 
 /// The first line of a native worker's error begins with this.
-const ERROR: &[u8] = b"error: ";
+const ERROR: &str = "error: ";
 /// The first line of Python's. Its last one is not indented.
-const TRACEBACK: &[u8] = b"Traceback (most recent call last):";
+const TRACEBACK: &str = "Traceback (most recent call last):";
 /// The other lines of an error begin with this.
-const INDENT: &[u8] = b"  ";
+const INDENT: &str = "  ";
 /// The last line after Ctrl-C. It ends each rank somewhere else: one traceback of them is enough.
-const INTERRUPT: &[u8] = b"\nKeyboardInterrupt\n";
+const INTERRUPT: &str = "\nKeyboardInterrupt";
 /// Between a traceback and that of an exception that followed from it: begins so, with empty lines around.
-const LINKS: [&[u8]; 2] = [
-    b"During handling of the above exception",
-    b"The above exception was",
+const LINKS: [&str; 2] = [
+    "During handling of the above exception",
+    "The above exception was",
 ];
 /// Most errors that are remembered; all further ones are shown.
 const MAX_ERRORS: usize = 64;
@@ -31,8 +31,8 @@ const MAX_ERROR_BYTES: usize = 16 << 10;
 /// The errors of one generation on one node, shared by the streams of its workers.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct RepeatedErrors {
-    /// By error: the ranks that printed it; it was shown of the first.
-    printed: Arc<Mutex<HashMap<Vec<u8>, Vec<u32>>>>,
+    /// By error: the rank of which it was shown, and all that printed it.
+    printed: Arc<Mutex<BTreeMap<String, (u32, BTreeSet<u32>)>>>,
 }
 
 impl RepeatedErrors {
@@ -42,38 +42,21 @@ impl RepeatedErrors {
             repeated: self.clone(),
             rank: rank.0,
             is_native,
-            prefix: format!("[rank{rank}]: ").into_bytes(),
-            error: Vec::new(),
+            prefix: format!("[rank{rank}]: "),
+            error: String::new(),
             is_open: false,
-            was_repeat: false,
         }
     }
 
     /// Which ranks printed the same traceback, in words. The report names native ones.
     pub(crate) fn repeats(&self) -> BTreeSet<String> {
         let printed = self.printed.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut repeats = BTreeSet::new();
-        for (error, ranks) in &*printed {
-            if error.starts_with(TRACEBACK) && ranks.len() > 1 {
-                let mut ranks = ranks.clone();
-                ranks.sort_unstable();
-                repeats.insert(numbered("rank", &ranks) + " printed the same traceback");
-            }
-        }
-        repeats
-    }
-
-    /// True if another rank printed `error` already; otherwise remembers that `rank` did.
-    fn is_known(&self, error: Vec<u8>, rank: u32) -> bool {
-        let mut printed = self.printed.lock().unwrap_or_else(PoisonError::into_inner);
-        if printed.len() >= MAX_ERRORS && !printed.contains_key(&error) {
-            return false;
-        }
-        let ranks = printed.entry(error).or_default();
-        if !ranks.contains(&rank) {
-            ranks.push(rank);
-        }
-        ranks[0] != rank
+        let ranks = printed
+            .iter()
+            .map(|(error, (_, ranks))| (error, Vec::from_iter(ranks.clone())));
+        let repeated = ranks.filter(|(error, ranks)| error.starts_with(TRACEBACK) && ranks.len() > 1);
+        let words = repeated.map(|(_, ranks)| numbered("rank", &ranks) + " printed the same traceback");
+        words.collect()
     }
 }
 
@@ -84,53 +67,61 @@ pub(crate) struct RankErrors {
     rank: u32,
     pub(crate) is_native: bool,
     /// What PyTorch writes before each line of a traceback.
-    prefix: Vec<u8>,
-    /// The error so far, line by line; empty if the last line belonged to none.
-    error: Vec<u8>,
-    /// It is a traceback without its last line: nothing of it is shown yet.
-    pub(crate) is_open: bool,
-    /// The last error was left out, and nothing followed.
-    was_repeat: bool,
+    prefix: String,
+    /// The error so far, which is held back; empty if the last line belonged to none.
+    error: String,
+    /// The last line of a traceback is still to come.
+    is_open: bool,
 }
 
 impl RankErrors {
-    /// Takes a whole line. Gives what is to be shown now.
-    pub(crate) fn take(&mut self, line: &[u8]) -> Vec<u8> {
-        let text = line.strip_prefix(&*self.prefix).unwrap_or(line);
-        let begins = text == TRACEBACK || self.is_native && text.starts_with(ERROR);
-        let goes_on = !begins && !self.error.is_empty() && text.starts_with(INDENT);
-        let ends = !begins && !goes_on && self.is_open;
-        let belongs = begins || goes_on || ends;
-        let mut shown = if goes_on || ends { Vec::new() } else { self.rest() };
+    /// Keeps a whole line if it belongs to an error. Before any other one, the [`rest`](Self::rest) is to be shown.
+    pub(crate) fn hold(&mut self, line: &[u8]) -> bool {
+        let Ok(line) = str::from_utf8(line) else {
+            return false;
+        };
+        let text = line.strip_prefix(&self.prefix).unwrap_or(line);
+        let is_indented = text.starts_with(INDENT);
         let is_link = text.is_empty() || LINKS.iter().any(|link| text.starts_with(link));
-        if self.was_repeat && is_link {
-            return shown;
+        let goes_on = !self.error.is_empty() && (self.is_open || is_indented || is_link);
+        let begins = text == TRACEBACK || self.is_native && text.starts_with(ERROR);
+        let belongs = (begins || goes_on) && self.error.len() + line.len() < MAX_ERROR_BYTES;
+        if belongs {
+            self.is_open = text == TRACEBACK || self.is_open && is_indented;
+            self.error.extend([line, "\n"]);
         }
-        self.was_repeat &= belongs;
-        self.is_open = belongs && if begins { text == TRACEBACK } else { self.is_open };
-        let place = if belongs { &mut self.error } else { &mut shown };
-        place.extend_from_slice(line);
-        place.push(b'\n');
-        if ends || self.error.len() > MAX_ERROR_BYTES {
-            return self.rest();
-        }
-        shown
+        belongs
     }
 
-    /// The error so far, unless another rank has printed it: nothing more of it comes.
+    /// True while lines are held back.
+    pub(crate) fn is_holding(&self) -> bool {
+        !self.error.is_empty()
+    }
+
+    /// The error so far, unless another rank has printed it.
     pub(crate) fn rest(&mut self) -> Vec<u8> {
+        self.is_open = false;
         let error = std::mem::take(&mut self.error);
         if error.is_empty() {
-            return error;
+            return Vec::new();
         }
-        let lines = error.split(|byte| *byte == b'\n');
-        let lines = lines.map(|line| line.strip_prefix(&*self.prefix).unwrap_or(line));
-        let mut key = lines.collect::<Vec<_>>().join(&b'\n');
+        let mut key = error.replace(&self.prefix, "").trim_end().to_owned();
         if key.ends_with(INTERRUPT) {
-            key = INTERRUPT.to_vec();
+            key = INTERRUPT.to_owned();
         }
-        (self.is_open, self.was_repeat) = (false, self.repeated.is_known(key, self.rank));
-        if self.was_repeat { Vec::new() } else { error }
+        let mut printed = self
+            .repeated
+            .printed
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        if printed.len() < MAX_ERRORS || printed.contains_key(&key) {
+            let (first, ranks) = printed.entry(key).or_insert((self.rank, BTreeSet::new()));
+            ranks.insert(self.rank);
+            if *first != self.rank {
+                return Vec::new();
+            }
+        }
+        error.into_bytes()
     }
 }
 
@@ -143,10 +134,12 @@ mod tests {
     }
 
     fn shown(mut errors: RankErrors, lines: &[&str]) -> Vec<String> {
-        let mut shown: Vec<u8> = lines
-            .iter()
-            .flat_map(|line| errors.take(line.as_bytes()))
-            .collect();
+        let mut shown = Vec::new();
+        for line in lines {
+            if !errors.hold(line.as_bytes()) {
+                shown.extend([&errors.rest(), line.as_bytes(), b"\n"].concat());
+            }
+        }
         shown.extend(errors.rest());
         String::from_utf8_lossy(&shown)
             .lines()
@@ -185,10 +178,14 @@ mod tests {
     #[test]
     fn far_too_many_and_far_too_long_errors_are_shown() {
         let repeated = RepeatedErrors::default();
-        let lines: Vec<String> = (0..=MAX_ERRORS).map(|line| format!("error: {line}")).collect();
-        let lines: Vec<&str> = lines.iter().map(String::as_str).collect();
-        assert_eq!(shown(of_rank(&repeated, 0, true), &lines), lines);
-        assert_eq!(shown(of_rank(&repeated, 1, true), &lines), [lines[MAX_ERRORS]]);
+        for line in 0..=MAX_ERRORS {
+            let line = format!("error: {line}");
+            assert_eq!(shown(of_rank(&repeated, 0, true), &[&line]), [&*line]);
+        }
+        for line in [0, MAX_ERRORS] {
+            let shown = shown(of_rank(&repeated, 1, true), &[&format!("error: {line}")]);
+            assert_eq!(shown.len(), usize::from(line == MAX_ERRORS));
+        }
         let long = format!("  {}", "x".repeat(MAX_ERROR_BYTES));
         let lines = ["Traceback (most recent call last):", &long, "  more"];
         assert_eq!(shown(of_rank(&repeated, 0, false), &lines), lines);
@@ -211,8 +208,7 @@ mod tests {
             shown(of_rank(&repeated, rank, false), &lines)
         };
         let mut slow = of_rank(&repeated, 3, false);
-        assert_eq!(slow.take(TRACEBACK), b"", "they do not mix");
-        assert!(slow.is_open);
+        assert!(slow.hold(TRACEBACK.as_bytes()), "they do not mix");
         let first = traceback(0, "ValueError: no data");
         assert_eq!(printed(0, &first), first);
         let links = [
@@ -220,16 +216,21 @@ mod tests {
             "During handling of the above exception, another exception occurred:",
         ]
         .map(str::to_owned);
-        for (rank, left_out) in [(1, 6), (2, 10)] {
+        for (rank, left_out) in [(1, 0), (2, 10)] {
             let [same, next] = ["ValueError: no data", "KeyError: 'x'"].map(|error| traceback(rank, error));
             let chained = [&same[..], &links[..], &next, &["step 1".to_owned()]].concat();
             assert_eq!(printed(rank, &chained), chained[left_out..]);
         }
         let other = traceback(4, "ValueError: rank 4 has no data");
         assert_eq!(printed(4, &other), other);
-        assert_eq!(slow.rest(), [TRACEBACK, b"\n"].concat(), "its stream has ended");
+        assert_eq!(
+            slow.rest(),
+            format!("{TRACEBACK}\n").as_bytes(),
+            "its stream has ended"
+        );
+        assert_eq!(printed(5, &first), [""; 0]);
         let words = [
-            "ranks 0 to 2 printed the same traceback",
+            "ranks 0, 5 printed the same traceback",
             "ranks 1, 2 printed the same traceback",
         ];
         assert!(repeated.repeats().iter().eq(words.iter()));

@@ -50,6 +50,11 @@ impl Stream {
     pub(crate) const fn other(self) -> Self {
         Self::BOTH[1 - self as usize]
     }
+
+    /// In names of files.
+    pub(crate) const fn name(self) -> &'static str {
+        ["stdout", "stderr"][self as usize]
+    }
 }
 
 impl fmt::Display for Stream {

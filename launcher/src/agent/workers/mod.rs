@@ -35,7 +35,8 @@ use nix::unistd::{Pid, pipe2};
 
 use super::machine::ExitReason;
 use crate::output::logs::WorkerFiles;
-use crate::output::reader::{Duplicate, OutputReader, TailReader, WorkerStream, tail};
+use crate::output::plan::TIME;
+use crate::output::reader::{OutputReader, TailReader, WorkerStream, tail};
 use crate::output::repeated_errors::RepeatedErrors;
 use crate::output::streams::Stream;
 use crate::plan::SignalScope;
@@ -167,10 +168,8 @@ impl WorkerGroup {
         let mut worker_group = Self::empty(context.group.as_deref(), plan.signals.scope);
         worker_group.port_changes = !context.agent_store && plan.master_port.is_none();
         let attempt = context.attempt(generation, assignment);
-        let duplicates = [
-            context.duplicate(Stream::Stdout, attempt)?,
-            context.duplicate(Stream::Stderr, attempt)?,
-        ];
+        let duplicate = |stream| context.duplicate(stream, attempt);
+        let duplicates = [duplicate(Stream::Stdout)?, duplicate(Stream::Stderr)?];
         // Nothing tells the two streams of a worker apart then.
         let merges = reader.merges() && !plan.command.native && plan.log_dir.is_none();
         let (mut specs, mut contracts) = (Vec::new(), Vec::new());
@@ -179,8 +178,9 @@ impl WorkerGroup {
             let files = WorkerFiles::create(plan.log_dir.as_deref(), &context.scratch_dir, attempt, rank)?;
             contract.error_file = Some(files.error_file().to_string_lossy().into_owned());
             let prefix = plan.output.prefix.of(&contract, &context.hostname);
-            let (stdout_log, stderr_log) = files.open_logs(&plan.output, &prefix)?.unzip();
-            let open = |stream, log, duplicate: &Option<Duplicate>| {
+            let open = |stream: Stream| {
+                let name = format!("{}.log", stream.name());
+                let log = files.open_log(&name, plan.output.log_max_bytes, prefix.contains(TIME))?;
                 let shown = plan.output.shows(rank, local_rank, stream);
                 let (pipe, pipe_end) = pipe2(OFlag::O_CLOEXEC).map_err(no_pipes)?;
                 let (tail, tail_reader) = tail();
@@ -192,7 +192,7 @@ impl WorkerGroup {
                     tail,
                     prefix: shown.then(|| prefix.clone()),
                     errors: worker_group.repeated.of_rank(rank, plan.command.native),
-                    duplicate: duplicate.clone(),
+                    duplicate: duplicates[stream as usize].clone(),
                 };
                 if !reader.add(worker_stream) {
                     let silent = "the thread that reads them does not respond";
@@ -203,11 +203,11 @@ impl WorkerGroup {
             let (output, [stdout, stderr]) = if plan.output.hands_over(rank, local_rank) {
                 (None, [tail().1, tail().1])
             } else {
-                let (stderr_pipe, stderr) = open(Stream::Stderr, stderr_log, &duplicates[1])?;
+                let (stderr_pipe, stderr) = open(Stream::Stderr)?;
                 let (stdout_pipe, stdout) = if merges {
                     (stderr_pipe.try_clone().map_err(no_pipes)?, stderr.clone())
                 } else {
-                    open(Stream::Stdout, stdout_log, &duplicates[0])?
+                    open(Stream::Stdout)?
                 };
                 (Some([stdout_pipe, stderr_pipe]), [stdout, stderr])
             };
@@ -235,12 +235,18 @@ impl WorkerGroup {
     /// What was started here: `train.py: ranks 0, 1; pids 4711, 4712; logs in /tmp/logs/attempt_0`.
     pub(super) fn introduction(&self, program: &str) -> String {
         let workers = self.workers.iter();
-        let started = workers.filter_map(|worker| Some((worker.rank.0, worker.pid?)));
-        let (ranks, pids): (Vec<u32>, Vec<i32>) = started.unzip();
-        let (ranks, pids) = (numbered("rank", &ranks), numbered("pid", &pids));
-        let dir = self.attempt_dir();
-        let logs = dir.map_or_else(String::new, |dir| format!("; logs in {}", dir.display()));
-        format!("{program}: {ranks}; {pids}{logs}")
+        let (ranks, pids): (Vec<_>, Vec<_>) = workers
+            .filter_map(|worker| Some((worker.rank.0, worker.pid?)))
+            .unzip();
+        let mut text = format!(
+            "{program}: {}; {}",
+            numbered("rank", &ranks),
+            numbered("pid", &pids)
+        );
+        if let Some(dir) = self.attempt_dir() {
+            text.extend(["; logs in ", &dir.to_string_lossy()]);
+        }
+        text
     }
 
     fn get(&self, local_rank: LocalRank) -> Option<&Worker> {

@@ -80,16 +80,13 @@ impl SpawnContext {
     /// Where filtered lines of a stream go, if there are filters and a place for log files.
     pub(super) fn duplicate(&self, stream: Stream, attempt: u32) -> Result<Option<Duplicate>, LogError> {
         let output = &self.plan.output;
-        let (words, name) = match stream {
-            Stream::Stdout => (&output.stdout_filters, "filtered_stdout.log"),
-            Stream::Stderr => (&output.stderr_filters, "filtered_stderr.log"),
-        };
+        let words = [&output.stdout_filters, &output.stderr_filters][stream as usize];
         let (Some(log_dir), false) = (&self.plan.log_dir, words.is_empty()) else {
             return Ok(None);
         };
         Ok(Some(Duplicate {
             words: words.clone(),
-            file: Arc::new(open_filtered(log_dir, attempt, name)?),
+            file: Arc::new(open_filtered(log_dir, attempt, stream)?),
         }))
     }
 

@@ -66,7 +66,7 @@ fn evaluate(args: &EvalArgs) -> Result<String, InferenceError> {
         .div_ceil(block_size as u64);
     let micro_batch = args.micro_batch.map_or(run.micro_batch(), NonZeroUsize::get);
     let started = Instant::now();
-    let bar = answer::progress_bar("{bar:30} {pos}/{len} samples  {eta} left");
+    let bar = ddp_launcher::progress_bar("{bar:30} {pos}/{len} samples  {eta} left");
     let evaluated = model.evaluate(&data, blocks, micro_batch, &mut |done, all| {
         bar.set_length(all);
         bar.set_position(done);

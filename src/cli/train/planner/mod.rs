@@ -85,10 +85,7 @@ pub(super) fn run(args: &PlanArgs) -> ExitCode {
         Some(config) => plan(args, config),
         None => Ok(collective(args)),
     };
-    match said {
-        Ok(text) => answer::give_report(&text),
-        Err(error) => answer::fail(&error, error.exit_code()),
-    }
+    answer::give_or_fail(said)
 }
 
 /// What a ring sends of a buffer of S bytes (Patarasuk and Yuan 2009): each of N ranks sends S/N in a step, in N − 1 steps
@@ -171,7 +168,7 @@ fn plan(args: &PlanArgs, config: &Path) -> Result<String, CliError> {
         has_own_memory: device.has_own_memory,
     };
     // On a terminal only.
-    let progress = answer::progress_bar("{spinner} planning, {elapsed}");
+    let progress = ddp_launcher::progress_bar("{spinner} planning, {elapsed}");
     progress.enable_steady_tick(TICK);
     let comparison = draft.comparison(&machines)?;
     let search = draft.layouts(&machines, args.layouts as usize)?;
