@@ -11,7 +11,7 @@ use ddp_proto::words::counted;
 use ddp_worker::tokenize::{ENDS_OF_TEXT, Progress, Report, Request, TokenizeError, Tokenizer, tokenize};
 use indicatif::ProgressBar;
 
-use crate::cli::answer::{fail, give, progress_bar};
+use crate::cli::answer::{fail, give};
 use crate::cli::native::{self, FAILED};
 use crate::cli::values::one_or_more;
 
@@ -67,7 +67,7 @@ pub(super) fn run(args: &Args) -> ExitCode {
         overwrite: args.overwrite,
         threads: args.threads,
     };
-    let bar = progress_bar("{bar:30} {bytes}/{total_bytes}  {msg}  {bytes_per_sec}  {eta} left");
+    let bar = ddp_launcher::progress_bar("{bar:30} {bytes}/{total_bytes}  {msg}  {bytes_per_sec}  {eta} left");
     let made = tokenize(&request, &mut |progress| show(&bar, &progress));
     // What it came to is said in words.
     bar.finish_and_clear();

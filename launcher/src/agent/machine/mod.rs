@@ -51,9 +51,6 @@ pub const LEAVE_WAIT: Duration = Duration::from_secs(2);
 /// Beyond the time that the daemon itself waits for the other nodes, which begins after its pause before a restart.
 const JOIN_MARGIN: Duration = RESTART_BACKOFF_CAP.saturating_add(Duration::from_secs(15));
 
-/// Longest part of a failed worker's words in the notice of a restart.
-const MAX_REASON_CHARS: usize = 300;
-
 /// Generations are below this: workers parse 32 bits.
 const MAX_GENERATIONS: u64 = 1 << 31;
 
@@ -734,12 +731,10 @@ fn restart_notice(over: &GenerationOver) -> String {
         let reason = message.or(failure.stderr_tail.last().map(String::as_str));
         // Of a worker that was killed the last line says nothing.
         if let Some(reason) = reason.filter(|_| failure.signal != Some(libc::SIGKILL)) {
-            notice.push_str("\n  ");
-            notice.extend(reason.chars().take(MAX_REASON_CHARS));
+            notice += &format!("\n  {reason:.300}");
         }
         if !failure.log_file.is_empty() {
-            notice.push_str("\n  log file: ");
-            notice.push_str(&failure.log_file);
+            notice.extend(["\n  log file: ", &failure.log_file]);
         }
     }
     notice
