@@ -4,7 +4,6 @@
 //! title or hide other text. Whatever prints such text passes it through this module; a worker's own output stays as it is.
 
 use std::borrow::Cow;
-use std::iter::Peekable;
 use std::os::fd::AsFd;
 
 use anstream::stream::RawStream;
@@ -12,7 +11,7 @@ use anstream::{AutoStream, ColorChoice};
 use terminal_size::terminal_size_of;
 
 /// Stands for a control character.
-const REPLACEMENT: char = '\u{fffd}';
+const REPLACEMENT: &str = "\u{fffd}";
 /// Words of our own text, and their colours: those of the parser of the command line. All but the last begin a line.
 const MARKS: [(&str, &str); 4] = [
     ("error:", "1;31"),
@@ -113,16 +112,16 @@ fn printable(words: &str, stays: impl Fn(char) -> bool) -> Cow<'_, str> {
     if words.chars().all(is_good) {
         return Cow::Borrowed(words);
     }
-    let mut clean = String::with_capacity(words.len());
-    let mut chars = words.chars().peekable();
-    while let Some(c) = chars.next() {
-        if is_good(c) {
-            clean.push(c);
-        } else if c != '\u{1b}' || !skip_colour(&mut chars) {
-            clean.push(REPLACEMENT);
+    let mut parts = words.split('\u{1b}');
+    let mut clean = parts.next().unwrap_or_default().to_owned();
+    for part in parts {
+        match after_colour(part) {
+            Some(text) => clean.push_str(text),
+            None => clean.extend([REPLACEMENT, part]),
         }
     }
-    Cow::Owned(clean)
+    let is_bad = |c: char| !is_good(c);
+    Cow::Owned(clean.replace(is_bad, REPLACEMENT))
 }
 
 /// C0, DEL and C1; characters that change the direction of text, and those that some terminals take for a line end.
@@ -132,19 +131,12 @@ fn is_control(c: char) -> bool {
     c.is_control() || changes_direction || matches!(c, '\u{2028}' | '\u{2029}')
 }
 
-/// Skips the rest of `ESC [ 1 ; 31 m`, as programs write that colour their messages; false if it is anything else.
-fn skip_colour(chars: &mut Peekable<std::str::Chars<'_>>) -> bool {
-    let mut ahead = chars.clone();
-    if ahead.next() != Some('[') {
-        return false;
-    }
-    let parameter = |c: &char| c.is_ascii_digit() || matches!(c, ';' | ':');
-    while ahead.next_if(parameter).is_some() {}
-    let is_colour = ahead.next() == Some('m');
-    if is_colour {
-        *chars = ahead;
-    }
-    is_colour
+/// What follows `[1;31m`, which programs that colour their messages write behind ESC; none for anything else.
+fn after_colour(part: &str) -> Option<&str> {
+    let is_parameter = |c: char| c.is_ascii_digit() || matches!(c, ';' | ':');
+    part.strip_prefix('[')?
+        .trim_start_matches(is_parameter)
+        .strip_prefix('m')
 }
 
 #[cfg(test)]

@@ -18,10 +18,7 @@ pub struct StreamSet {
 
 impl StreamSet {
     const fn has(self, stream: Stream) -> bool {
-        match stream {
-            Stream::Stdout => self.stdout,
-            Stream::Stderr => self.stderr,
-        }
+        [self.stdout, self.stderr][stream as usize]
     }
 }
 

@@ -74,9 +74,8 @@ impl Duplicate {
     fn copy(&self, line: &[u8]) -> io::Result<()> {
         let text = String::from_utf8_lossy(line);
         if self.words.iter().any(|word| text.contains(word.as_str())) {
-            let mut whole = text.trim_end().as_bytes().to_vec();
-            whole.push(b'\n');
-            (&*self.file).write_all(&whole)?;
+            let whole = format!("{}\n", text.trim_end());
+            (&*self.file).write_all(whole.as_bytes())?;
         }
         Ok(())
     }
@@ -144,11 +143,11 @@ async fn read(mut worker: WorkerStream, console: Console, unread: Unread) {
         if let Some(shown) = shown {
             shown.take(segment);
         }
-        let duplicate = &mut worker.duplicate;
-        let copied = duplicate.as_ref().map_or(Ok(()), |file| file.copy(segment.text));
-        if let Err(error) = copied {
+        if let Some(file) = &worker.duplicate
+            && let Err(error) = file.copy(segment.text)
+        {
             console.say(&format!("stopped copying filtered lines of rank {rank}: {error}"));
-            *duplicate = None;
+            worker.duplicate = None;
         }
     };
     let (mut lines, mut buffer) = (LineBuffer::default(), vec![0; READ_BYTES]);

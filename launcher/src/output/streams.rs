@@ -9,7 +9,7 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 
 use ddp_proto::printable::Look;
-use nix::sys::stat::{SFlag, fstat};
+use nix::sys::stat::{FileStat, SFlag, fstat};
 
 /// Prefix of the launcher's own messages.
 pub(crate) const OWN_PREFIX: &str = "[ddp-run] ";
@@ -59,10 +59,7 @@ impl Stream {
 
 impl fmt::Display for Stream {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Stdout => "standard output",
-            Self::Stderr => "standard error",
-        })
+        write!(f, "standard {}", ["output", "error"][*self as usize])
     }
 }
 
@@ -83,8 +80,8 @@ impl Output {
         let (stdout, stderr) = (io::stdout(), io::stderr());
         Self {
             writers: [
-                Box::new(Unbuffered(Stream::Stdout)),
-                Box::new(Unbuffered(Stream::Stderr)),
+                Box::new(Unbuffered(io::stdout())),
+                Box::new(Unbuffered(io::stderr())),
             ],
             is_file: [is_file(&stdout), is_file(&stderr)],
             is_one_place: is_same_file(&stdout, &stderr),
@@ -148,24 +145,19 @@ fn is_file(stream: impl AsFd) -> bool {
 }
 
 fn is_same_file(one: impl AsFd, other: impl AsFd) -> bool {
-    match (fstat(one), fstat(other)) {
-        (Ok(one), Ok(other)) => (one.st_dev, one.st_ino) == (other.st_dev, other.st_ino),
-        // At least one of them is closed.
-        _ => false,
-    }
+    let id = |status: FileStat| (status.st_dev, status.st_ino);
+    let (one, other) = (fstat(one).map(id), fstat(other).map(id));
+    // One that is closed has no status.
+    one.is_ok() && one == other
 }
 
 /// Writes straight to the descriptor, waiting where it is non-blocking: std's own streams would be locked by a
 /// writer that is blocked, and then block the exit of the process.
-struct Unbuffered(Stream);
+struct Unbuffered<F>(F);
 
-impl Write for Unbuffered {
+impl<F: AsFd> Write for Unbuffered<F> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        let (stdout, stderr) = (io::stdout(), io::stderr());
-        let fd = match self.0 {
-            Stream::Stdout => stdout.as_fd(),
-            Stream::Stderr => stderr.as_fd(),
-        };
+        let fd = self.0.as_fd();
         loop {
             match nix::unistd::write(fd, bytes) {
                 Err(nix::errno::Errno::EAGAIN) => {

@@ -67,7 +67,8 @@ pub(super) fn run(args: &Args) -> ExitCode {
         overwrite: args.overwrite,
         threads: args.threads,
     };
-    let bar = ddp_launcher::progress_bar("{bar:30} {bytes}/{total_bytes}  {msg}  {bytes_per_sec}  {eta} left");
+    let bar =
+        ddp_launcher::progress_bar("{bar:30} {bytes}/{total_bytes}  {msg}  {bytes_per_sec}  {eta} left");
     let made = tokenize(&request, &mut |progress| show(&bar, &progress));
     // What it came to is said in words.
     bar.finish_and_clear();

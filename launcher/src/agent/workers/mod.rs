@@ -235,18 +235,13 @@ impl WorkerGroup {
     /// What was started here: `train.py: ranks 0, 1; pids 4711, 4712; logs in /tmp/logs/attempt_0`.
     pub(super) fn introduction(&self, program: &str) -> String {
         let workers = self.workers.iter();
-        let (ranks, pids): (Vec<_>, Vec<_>) = workers
-            .filter_map(|worker| Some((worker.rank.0, worker.pid?)))
-            .unzip();
-        let mut text = format!(
-            "{program}: {}; {}",
-            numbered("rank", &ranks),
-            numbered("pid", &pids)
-        );
-        if let Some(dir) = self.attempt_dir() {
-            text.extend(["; logs in ", &dir.to_string_lossy()]);
-        }
-        text
+        let started = workers.filter_map(|worker| Some((worker.rank.0, worker.pid?)));
+        let (ranks, pids): (Vec<_>, Vec<_>) = started.unzip();
+        let (ranks, pids) = (numbered("rank", &ranks), numbered("pid", &pids));
+        let logs = self
+            .attempt_dir()
+            .map(|dir| format!("; logs in {}", dir.display()));
+        format!("{program}: {ranks}; {pids}{}", logs.unwrap_or_default())
     }
 
     fn get(&self, local_rank: LocalRank) -> Option<&Worker> {
