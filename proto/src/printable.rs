@@ -49,7 +49,7 @@ impl Look {
     }
 
     fn marked(self, line: String) -> String {
-        let has = |mark| mark == RESTART || line.trim_start().starts_with(mark);
+        let has = |mark: &str| mark == RESTART || line.trim_start().starts_with(mark);
         match MARKS.into_iter().find(|(mark, _)| has(mark)) {
             Some((mark, colour)) => line.replacen(mark, &self.painted(mark, colour), 1),
             None => line,
