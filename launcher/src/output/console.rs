@@ -76,7 +76,7 @@ enum Item {
 
 impl Console {
     /// Starts the writer threads.
-    pub(crate) fn start(output: Output, progress_bar: bool) -> io::Result<Self> {
+    pub(crate) fn start(output: Output, has_bar: bool) -> io::Result<Self> {
         let (sender, taken) = watch::channel(());
         let queues = output.is_file.map(Place::new);
         let mut places = queues.each_ref().map(|(place, _)| place.clone());
@@ -92,7 +92,7 @@ impl Console {
                 beside: places[stream.other() as usize].clone(),
                 queue,
                 cursor: Cursor::default(),
-                bar: (progress_bar && stream == Stream::Stderr)
+                bar: (has_bar && stream == Stream::Stderr)
                     .then(|| progress_bar("{wide_bar} {pos}/{len} {msg}")),
                 taken: sender.clone(),
                 was_refused: false,

@@ -1,7 +1,6 @@
 //! The records of a launch: the event log, the failures, the report, the error files.
 
 use std::io;
-use std::path::PathBuf;
 use std::time::Duration;
 
 use ddp_proto::ids::{Generation, GlobalRank};
