@@ -28,11 +28,13 @@ const MAX_ERRORS: usize = 64;
 /// Bytes of an error beyond this length are always shown.
 const MAX_ERROR_BYTES: usize = 16 << 10;
 
+/// By error: the rank of which it was shown, and all that printed it.
+type Printed = BTreeMap<String, (u32, BTreeSet<u32>)>;
+
 /// The errors of one generation on one node, shared by the streams of its workers.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct RepeatedErrors {
-    /// By error: the rank of which it was shown, and all that printed it.
-    printed: Arc<Mutex<BTreeMap<String, (u32, BTreeSet<u32>)>>>,
+    printed: Arc<Mutex<Printed>>,
 }
 
 impl RepeatedErrors {
@@ -107,7 +109,7 @@ impl RankErrors {
         }
         let mut key = error.replace(&self.prefix, "").trim_end().to_owned();
         if key.ends_with(INTERRUPT) {
-            key = INTERRUPT.to_owned();
+            INTERRUPT.clone_into(&mut key);
         }
         let mut printed = self
             .repeated

@@ -731,7 +731,7 @@ fn restart_notice(over: &GenerationOver) -> String {
         let reason = message.or(failure.stderr_tail.last().map(String::as_str));
         // Of a worker that was killed the last line says nothing.
         if let Some(reason) = reason.filter(|_| failure.signal != Some(libc::SIGKILL)) {
-            notice += &format!("\n  {reason:.300}");
+            notice.extend(["\n  ", &format!("{reason:.300}")]);
         }
         if !failure.log_file.is_empty() {
             notice.extend(["\n  log file: ", &failure.log_file]);
