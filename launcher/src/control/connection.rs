@@ -465,6 +465,7 @@ async fn write_all(mut writer: OwnedWriteHalf, mut queue: mpsc::Receiver<Arc<[u8
     Ok(())
 }
 
+#[expect(clippy::large_enum_variant, reason = "a connection has one at a time")]
 enum Line {
     Message(ToAgent),
     /// JSON, but of a newer build.
