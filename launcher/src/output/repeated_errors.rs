@@ -230,7 +230,7 @@ mod tests {
             format!("{TRACEBACK}\n").as_bytes(),
             "its stream has ended"
         );
-        assert_eq!(printed(5, &first), [""; 0]);
+        assert_eq!(printed(5, &traceback(5, "ValueError: no data")), [""; 0]);
         let words = [
             "ranks 0, 5 printed the same traceback",
             "ranks 1, 2 printed the same traceback",
