@@ -49,14 +49,22 @@ fn hint(cause: &io::Error) -> &'static str {
     }
 }
 
-/// Makes the directory below which all attempts write.
-pub(crate) fn create_log_dir(path: &Path) -> Result<(), LogError> {
+/// Makes the directory below which all attempts write. Returns the folders that were not there, the innermost first.
+pub(crate) fn create_log_dir(path: &Path) -> Result<Vec<PathBuf>, LogError> {
+    let missing = path.ancestors().take_while(|folder| !folder.exists());
+    let missing = missing.map(Path::to_owned).collect();
     let made = fs::create_dir_all(path).map_err(|cause| match cause.kind() {
         // A directory may be there already; this is something else.
         io::ErrorKind::AlreadyExists => io::Error::from_raw_os_error(libc::ENOTDIR),
         _ => cause,
     });
-    made.map_err(LogError::at(path))
+    made.map(|()| missing).map_err(LogError::at(path))
+}
+
+/// Removes folders that are empty, the innermost first.
+pub(crate) fn remove_empty(folders: &[PathBuf]) {
+    // One that is in use stays, and with it all around it.
+    let _ = folders.iter().try_for_each(fs::remove_dir);
 }
 
 /// Opens `filtered_stdout.log` or `filtered_stderr.log` of an attempt, for all its workers together.

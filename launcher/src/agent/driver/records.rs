@@ -1,6 +1,7 @@
 //! The records of a launch: the event log, the failures, the report, the error files.
 
 use std::io;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use ddp_proto::ids::{Generation, GlobalRank};
@@ -11,7 +12,7 @@ use tokio::time::timeout;
 use super::super::context::LaunchContext;
 use super::super::machine::ExitReason;
 use super::super::workers::WorkerGroup;
-use crate::output::logs::{create_log_dir, free_attempt};
+use crate::output::logs::{create_log_dir, free_attempt, remove_empty};
 use crate::report::error_file::JobFailure;
 use crate::report::event_log::{EventLog, LogEvent};
 use crate::report::facts::ReportFacts;
@@ -23,6 +24,8 @@ const FILE_BOUND: Duration = Duration::from_secs(2);
 /// All that is kept.
 pub(super) struct Records {
     event_log: EventLog,
+    /// Folders made for log files, the innermost first.
+    made: Vec<PathBuf>,
     /// The first attempt without log files.
     free_attempt: u32,
     /// The first failure that this node saw itself in the current generation.
@@ -35,7 +38,7 @@ impl Records {
     /// Makes the log directory, and opens the event log.
     pub(super) fn open(launch: &LaunchContext<'_>) -> Result<Self, ExitReason> {
         let plan = &launch.plan;
-        plan.log_dir.as_deref().map_or(Ok(()), create_log_dir)?;
+        let made = plan.log_dir.as_deref().map(create_log_dir).transpose()?;
         Ok(Self {
             event_log: EventLog::start(
                 plan.event_log.as_deref(),
@@ -43,6 +46,7 @@ impl Records {
                 &launch.hostname,
                 &launch.console,
             )?,
+            made: made.unwrap_or_default(),
             free_attempt: plan.log_dir.as_deref().map_or(0, free_attempt),
             local_failure: None,
             failures: Failures::default(),
@@ -119,10 +123,13 @@ impl Records {
             console
                 .say("the job succeeded without this node, which stayed on standby and started no workers");
         }
-        if let Some(report) = report
-            .clone()
-            .filter(|_| !matches!(exit_reason, ExitReason::Stopped { .. }))
-        {
+        if matches!(exit_reason, ExitReason::Stopped { .. }) {
+            // It may have been stopped before it wrote anything.
+            let made = std::mem::take(&mut self.made);
+            let removed = files.give(move || remove_empty(&made));
+            // They are empty: nothing is lost if they stay.
+            let _ = timeout(FILE_BOUND, removed).await;
+        } else if let Some(report) = report.clone() {
             let (plan, inherited) = (launch.plan.clone(), launch.inherited.clone());
             let written = files.give(move || {
                 let failure = JobFailure {
