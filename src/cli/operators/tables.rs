@@ -16,10 +16,8 @@ const MAX_GENERATIONS: usize = 10;
 
 /// All jobs of a daemon.
 pub(super) fn jobs(reply: &JobsReply) -> String {
-    let mut text = String::new();
     if reply.jobs.is_empty() && reply.ended.is_empty() {
-        text.push_str("no jobs\n");
-        return text;
+        return "no jobs\n".to_owned();
     }
     let title = [
         "job", "user", "host", "nodes", "age", "target", "step", "state", "reason",
@@ -33,14 +31,12 @@ pub(super) fn jobs(reply: &JobsReply) -> String {
             job.nodes.to_string(),
             ago(job.age_ms),
             visible(&job.target),
-            number(job.step),
+            known(job.step, UNKNOWN),
             job.ended_ms.map_or_else(|| visible(&job.phase), ended),
             visible(job.reason.lines().next().unwrap_or_default()),
         ]
     });
-    text.push_str(&table(&title, &[3, 4, 6], rows));
-    more(&mut text, reply.more_jobs.into(), "job");
-    text
+    table(&title, &[3, 4, 6], rows) + &more(reply.more_jobs.into(), "job")
 }
 
 /// One job.
@@ -67,11 +63,7 @@ pub(super) fn job(name: &str, status: &StatusReply) -> String {
     if status.kv_bytes > 0 {
         let _ = writeln!(text, "key-value store: {}", bytes(status.kv_bytes));
     }
-    text.push('\n');
-    text.push_str(&nodes(status));
-    text.push_str(&ranks(status));
-    text.push_str(&generations(status));
-    text
+    text + "\n" + &nodes(status) + &ranks(status) + &generations(status)
 }
 
 fn nodes(status: &StatusReply) -> String {
@@ -84,72 +76,52 @@ fn nodes(status: &StatusReply) -> String {
     };
     let rows = status.nodes.iter().map(|node| {
         vec![
-            node.node_rank
-                .map_or_else(|| without_rank.to_owned(), |rank| rank.to_string()),
+            known(node.node_rank, without_rank),
             visible(&node.hostname),
             visible(&node.addr),
             node.workers.to_string(),
-            state(node),
+            match (node.connected, ago(node.silent_ms)) {
+                (true, silence) => format!("heard {silence} ago"),
+                (false, silence) => format!("away for {silence}"),
+            },
             visible(&node.log_dir),
         ]
     });
-    let mut text = table(&title, &[3], rows);
-    more(&mut text, status.more_nodes.into(), "node");
-    text
-}
-
-fn state(node: &NodeStatus) -> String {
-    let silence = ago(node.silent_ms);
-    if node.connected {
-        format!("heard {silence} ago")
-    } else {
-        format!("away for {silence}")
-    }
+    table(&title, &[3], rows) + &more(status.more_nodes.into(), "node")
 }
 
 /// Nothing where no rank says how far it has come.
 fn ranks(status: &StatusReply) -> String {
-    let told = status
-        .nodes
-        .iter()
-        .flat_map(|node| node.ranks.iter().map(move |rank| (node, rank)));
-    let rows: Vec<_> = told
-        .map(|(node, rank)| {
-            vec![
-                rank.rank.to_string(),
-                visible(&node.hostname),
-                rank.step.to_string(),
-                rank.step_time_s.map_or_else(|| UNKNOWN.to_owned(), step_time) + &held_up(rank),
-                ago(rank.silent_ms),
-            ]
-        })
-        .collect();
-    if rows.is_empty() {
+    let waits = |seconds| format!(", others wait {}", step_time(seconds));
+    let row = |host: &str, rank: &RankProgress| {
+        vec![
+            rank.rank.to_string(),
+            visible(host),
+            rank.step.to_string(),
+            known(rank.step_time_s.map(step_time), UNKNOWN)
+                + &rank.holds_up_s.map_or_else(String::new, waits),
+            ago(rank.silent_ms),
+        ]
+    };
+    let of_node = |node: &NodeStatus| -> Vec<_> {
+        let rows = node.ranks.iter().map(|rank| row(&node.hostname, rank));
+        rows.collect()
+    };
+    let mut rows = status.nodes.iter().flat_map(of_node).peekable();
+    if rows.peek().is_none() {
         return String::new();
     }
     let title = ["rank", "host", "step", "step time", "quiet for"];
-    format!("\n{}", table(&title, &[0, 2, 3, 4], rows.into_iter()))
-}
-
-/// Nothing for a rank that holds no others up.
-fn held_up(rank: &RankProgress) -> String {
-    let waits = |seconds| format!(", others wait {}", step_time(seconds));
-    rank.holds_up_s.map_or_else(String::new, waits)
+    format!("\n{}", table(&title, &[0, 2, 3, 4], rows))
 }
 
 fn generations(status: &StatusReply) -> String {
     let all = &status.generations;
     let shown = &all[all.len().saturating_sub(MAX_GENERATIONS)..];
-    let mut text = String::new();
-    if !shown.is_empty() {
-        text.push('\n');
-    }
-    for generation in shown {
-        text.push_str(&period(generation));
-    }
     let left = (all.len() - shown.len()) as u64 + status.more_generations;
-    more(&mut text, left, "earlier generation");
-    text
+    let gap = if shown.is_empty() { "" } else { "\n" };
+    let periods: String = shown.iter().map(period).collect();
+    format!("{gap}{periods}{}", more(left, "earlier generation"))
 }
 
 fn period(period: &GenerationStatus) -> String {
@@ -177,14 +149,19 @@ fn table(title: &[&str], right: &[usize], rows: impl Iterator<Item = Vec<String>
     })
 }
 
-fn more(text: &mut String, left: u64, noun: &str) {
-    if left > 0 {
-        let _ = writeln!(text, "and {}", counted(left, &format!("more {noun}")));
+fn more(left: u64, noun: &str) -> String {
+    match left {
+        0 => String::new(),
+        left => format!(
+            "and {}
+",
+            counted(left, &format!("more {noun}"))
+        ),
     }
 }
 
-fn number(number: Option<u64>) -> String {
-    number.map_or_else(|| UNKNOWN.to_owned(), |number| number.to_string())
+fn known(value: Option<impl ToString>, unknown: &str) -> String {
+    value.map_or_else(|| unknown.to_owned(), |value| value.to_string())
 }
 
 /// `3.2 s`, `1:23`.

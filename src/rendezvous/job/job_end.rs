@@ -16,12 +16,16 @@ use crate::rendezvous::event::{Observation, Record, Stage, refusal};
 /// How long a job is listed that has ended.
 const LISTED: Duration = Duration::from_hours(1);
 
+/// When a job ended, and its line of the list then.
+type Ended = Box<(Duration, JobSummary)>;
+
 /// A job that has ended, while some of its nodes are there.
 #[derive(Debug)]
 pub(super) struct Over {
     /// `JobOver` or `Refused`, the same for every node.
     verdict: Reply,
-    reason: String,
+    /// When it ended, and its line of the list then.
+    line: Ended,
     /// Incarnations of the nodes that the verdict concerns.
     told: BTreeSet<String>,
     /// When the daemon forgets nodes that have not left.
@@ -38,11 +42,10 @@ pub(in crate::rendezvous) struct Finished {
     /// None for an abandoned job, of which only the generation number counts.
     verdict: Option<Reply>,
     /// None if an earlier daemon saw its end.
-    ended: Option<Box<(Duration, JobSummary)>>,
+    line: Option<Ended>,
 }
 
-/// The line of a job in the list, when it has ended.
-pub(super) fn summary((at, summary): &(Duration, JobSummary), now: Duration) -> JobSummary {
+fn summary((at, summary): &(Duration, JobSummary), now: Duration) -> JobSummary {
     let ended_ms = now.saturating_sub(*at).as_millis() as u64;
     JobSummary {
         age_ms: summary.age_ms + ended_ms,
@@ -53,7 +56,11 @@ pub(super) fn summary((at, summary): &(Duration, JobSummary), now: Duration) -> 
 
 impl Over {
     pub(super) fn reason(&self) -> &str {
-        &self.reason
+        &self.line.1.reason
+    }
+
+    pub(super) fn summary(&self, now: Duration) -> JobSummary {
+        summary(&self.line, now)
     }
 
     pub(super) fn until(&self) -> Duration {
@@ -78,14 +85,14 @@ impl Finished {
             run_token: record.run_token,
             generation: record.generation,
             job: record.job,
-            ended: None,
+            line: None,
         }
     }
 
     /// Its line of the list; none if it ended long ago.
     pub(in crate::rendezvous) fn summary(&self, now: Duration) -> Option<JobSummary> {
-        let ended = self.ended.as_ref().filter(|ended| now < ended.0 + LISTED)?;
-        Some(summary(ended, now))
+        let line = self.line.as_ref().filter(|line| now < line.0 + LISTED)?;
+        Some(summary(line, now))
     }
 
     pub(in crate::rendezvous) fn is_of(&self, job: &str) -> bool {
@@ -170,7 +177,6 @@ impl Job {
             reason: reason.clone(),
             ..self.summary(context.at.now)
         };
-        self.ended = Some(Box::new((context.at.now, line)));
         self.history.end(context.at.now, &reason);
         self.table.end_lease_extensions(context.at.now);
         self.table.send_all(context, self.counter.generation(), &verdict);
@@ -178,7 +184,7 @@ impl Job {
         self.record(context, stage);
         self.phase = Phase::Over(Over {
             verdict,
-            reason,
+            line: Box::new((context.at.now, line)),
             told: self.table.concerned(),
             until: context.at.now + context.config.linger,
         });
@@ -192,7 +198,8 @@ impl Job {
         } else {
             let reason = format!(
                 "job `{}` has ended: {}\n  hint: to run it again, start its nodes after all previous launchers have exited",
-                self.id, over.reason
+                self.id,
+                over.reason()
             );
             Reply::Refused(refusal(Code::JobOver, reason))
         };
@@ -211,10 +218,12 @@ impl Job {
         if !matches!(self.phase, Phase::Over(_)) {
             self.record(context, Stage::Abandoned);
         }
-        let line = self.summary(context.at.now);
-        let (told, verdict) = match self.phase {
-            Phase::Over(over) => (over.told, Some(over.verdict)),
-            Phase::Gathering(_) | Phase::Recovering(_) | Phase::Running(_) => (BTreeSet::new(), None),
+        let abandoned = Box::new((context.at.now, self.summary(context.at.now)));
+        let (told, verdict, line) = match self.phase {
+            Phase::Over(over) => (over.told, Some(over.verdict), over.line),
+            Phase::Gathering(_) | Phase::Recovering(_) | Phase::Running(_) => {
+                (BTreeSet::new(), None, abandoned)
+            }
         };
         let generation = self.counter.highest();
         (generation > 0 || verdict.is_some()).then(|| Finished {
@@ -223,7 +232,7 @@ impl Job {
             generation,
             verdict,
             job: self.id,
-            ended: self.ended.or(Some(Box::new((context.at.now, line)))),
+            line: Some(line),
         })
     }
 }

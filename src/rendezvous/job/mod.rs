@@ -80,8 +80,6 @@ pub(super) use joining::Joining;
 pub(super) struct Job {
     id: String,
     since: Duration,
-    /// When it ended, and its line of the list then.
-    ended: Option<Box<(Duration, JobSummary)>>,
     counter: GenerationCounter,
     table: NodeTable,
     phase: Phase,
@@ -143,7 +141,6 @@ impl Job {
         Self {
             id: id.to_owned(),
             since: now,
-            ended: None,
             counter: GenerationCounter::after(floor),
             table: NodeTable::default(),
             phase: Phase::Gathering(Gathering::new(now, now, Duration::MAX)),
@@ -572,8 +569,8 @@ impl Job {
 
     /// The job in one line of a list.
     pub(super) fn summary(&self, now: Duration) -> JobSummary {
-        if let Some(ended) = &self.ended {
-            return job_end::summary(ended, now);
+        if let Phase::Over(over) = &self.phase {
+            return over.summary(now);
         }
         let owner = self.table.owner();
         let name = |name: fn(&Join) -> &String| owner.map_or_else(String::new, |join| name(join).clone());

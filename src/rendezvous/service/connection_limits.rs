@@ -25,9 +25,8 @@ use hyper::body::Bytes;
 use hyper::{Request, Response};
 use nix::sys::resource::{Resource, getrlimit};
 use prost::bytes::BytesMut;
-use tokio::runtime::Handle;
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
-use tokio::time::timeout;
+use tokio::time::{sleep_until, timeout};
 use tokio_stream::StreamExt as _;
 use tonic::Status;
 use tonic::body::Body;
@@ -55,7 +54,7 @@ const AGENT_STREAMS: usize = 8;
 const UNTRUSTED_REQUESTS_KIB: usize = 32 << 10;
 /// Bytes of a request that are not counted: the rest of a call takes as much.
 const FREE_BYTES: usize = 4 << 10;
-/// Bound of [`MessageLimits::timeout`].
+/// How long a request may take to arrive.
 const MESSAGE_TIMEOUT: Duration = Duration::from_secs(30);
 /// Shortest time between two lines of the log about refusals.
 const REFUSAL_INTERVAL: Duration = Duration::from_secs(10);
@@ -76,20 +75,13 @@ impl Bounds {
     /// For the gRPC port and for the status page, out of `files` descriptors: of a launcher's, all connections together
     /// get a half.
     fn of(config: &Config, files: usize, has_page: bool) -> [Self; 2] {
-        let is_embedded = config.host.is_some();
-        let own = if is_embedded {
-            files / 2
-        } else {
-            files.saturating_sub(OWN_FILES).max(files / 2)
-        };
-        let pages = if has_page {
-            (files / 16).clamp(MIN_CONNECTIONS, MAX_PAGE_CONNECTIONS)
-        } else {
-            0
-        };
-        let all = own
-            .saturating_sub(pages)
-            .min(config.max_connections)
+        let own_files = config.host.as_ref().map_or(OWN_FILES, |_| files / 2);
+        let own = files.saturating_sub(own_files).max(files / 2);
+        let most_pages = (files / 16).clamp(MIN_CONNECTIONS, MAX_PAGE_CONNECTIONS);
+        let pages = usize::from(has_page) * most_pages;
+        let all = config
+            .max_connections
+            .min(own.saturating_sub(pages))
             .max(MIN_CONNECTIONS);
         let of_address = MAX_PAGE_CONNECTIONS_OF_ADDRESS.min(pages / 2);
         [
@@ -140,7 +132,7 @@ struct Place {
 struct Refusals {
     all: u64,
     unreported: u64,
-    reported: Option<Instant>,
+    next_report: Option<Instant>,
     /// Who was refused last, and why.
     last: String,
 }
@@ -214,34 +206,19 @@ impl ConnectionLimits {
         refusals.all += 1;
         refusals.unreported += 1;
         refusals.last = format!("{who}: {why}");
-        let is_first = refusals.unreported == 1;
-        let wait = refusals.reported.map_or(Duration::ZERO, |reported| {
-            REFUSAL_INTERVAL.saturating_sub(reported.elapsed())
-        });
-        drop(refusals);
-        if wait.is_zero() {
-            self.report_refusals();
-        } else if let Ok(runtime) = Handle::try_current()
-            && is_first
-        {
-            let limits = Arc::clone(self);
-            runtime.spawn(async move {
-                tokio::time::sleep(wait).await;
-                limits.report_refusals();
+        if refusals.unreported == 1 {
+            let (limits, next) = (Arc::clone(self), refusals.next_report);
+            tokio::spawn(async move {
+                sleep_until(next.unwrap_or_else(Instant::now).into()).await;
+                let mut refusals = lock(&limits.refusals);
+                let (all, new) = (refusals.all, std::mem::take(&mut refusals.unreported));
+                refusals.next_report = Some(Instant::now() + REFUSAL_INTERVAL);
+                let last = std::mem::take(&mut refusals.last);
+                tracing::warn!(
+                    "refused a connection from {last} ({new} since the last such line, {all} in all)"
+                );
             });
         }
-    }
-
-    fn report_refusals(&self) {
-        let mut refusals = lock(&self.refusals);
-        let (all, new) = (refusals.all, std::mem::take(&mut refusals.unreported));
-        if new == 0 {
-            return;
-        }
-        refusals.reported = Some(Instant::now());
-        let last = std::mem::take(&mut refusals.last);
-        drop(refusals);
-        tracing::warn!("refused a connection from {last} ({new} since the last such line, {all} in all)");
     }
 }
 
@@ -306,33 +283,6 @@ impl Drop for Slot {
     }
 }
 
-/// Things that go on at the same time: how many, and when the first began or the last one ended.
-#[derive(Debug)]
-struct Activity(Mutex<(usize, Instant)>);
-
-impl Activity {
-    fn new() -> Self {
-        Self(Mutex::new((0, Instant::now())))
-    }
-
-    fn begin(&self) {
-        let mut activity = lock(&self.0);
-        if activity.0 == 0 {
-            activity.1 = Instant::now();
-        }
-        activity.0 += 1;
-    }
-
-    fn end(&self) {
-        let mut activity = lock(&self.0);
-        *activity = (activity.0 - 1, Instant::now());
-    }
-
-    fn get(&self) -> (usize, Instant) {
-        *lock(&self.0)
-    }
-}
-
 /// One connection, as the calls on it see it.
 #[derive(Debug)]
 pub(super) struct Connection {
@@ -340,20 +290,21 @@ pub(super) struct Connection {
     pub(super) slot: Slot,
     made: Instant,
     idle_limit: Duration,
-    /// Calls without an answer, and streams with a node.
-    work: Activity,
+    /// Calls without an answer and streams with a node, and when the last one ended.
+    work: Mutex<(usize, Instant)>,
     untrusted_calls: Arc<Semaphore>,
     agent_streams: Arc<Semaphore>,
 }
 
 impl Connection {
     pub(super) fn new(peer: Peer, slot: Slot, config: &Config) -> Arc<Self> {
+        let made = Instant::now();
         Arc::new(Self {
             peer,
             slot,
-            made: Instant::now(),
+            made,
             idle_limit: config.join_wait,
-            work: Activity::new(),
+            work: Mutex::new((0, made)),
             untrusted_calls: Arc::new(Semaphore::new(UNTRUSTED_CALLS)),
             agent_streams: Arc::new(Semaphore::new(AGENT_STREAMS)),
         })
@@ -378,7 +329,7 @@ impl Connection {
 
     /// When it ends, unless something happens before; none while it is in use.
     pub(super) fn expires(&self) -> Option<Instant> {
-        let since = match self.work.get() {
+        let since = match *lock(&self.work) {
             _ if !self.is_trusted() => self.made,
             (0, since) => since,
             _ => return None,
@@ -400,22 +351,10 @@ impl Connection {
     }
 
     /// Counts a call until the result is dropped; none if there are too many.
-    fn begin_call(self: &Arc<Self>) -> Option<Call> {
-        let permit = if self.is_trusted() {
-            None
-        } else {
-            Some(Arc::clone(&self.untrusted_calls).try_acquire_owned().ok()?)
-        };
-        Some(Call {
-            _permit: permit,
-            _active: Active::begin(self),
-        })
+    fn begin_call(self: &Arc<Self>) -> Option<(Option<OwnedSemaphorePermit>, Active)> {
+        let permit = Arc::clone(&self.untrusted_calls).try_acquire_owned().ok();
+        (permit.is_some() || self.is_trusted()).then(|| (permit, Active::begin(self)))
     }
-}
-
-struct Call {
-    _permit: Option<OwnedSemaphorePermit>,
-    _active: Active,
 }
 
 /// Work on a connection, until it is dropped.
@@ -424,14 +363,15 @@ pub(super) struct Active(Arc<Connection>);
 
 impl Active {
     fn begin(connection: &Arc<Connection>) -> Self {
-        connection.work.begin();
+        lock(&connection.work).0 += 1;
         Self(Arc::clone(connection))
     }
 }
 
 impl Drop for Active {
     fn drop(&mut self) {
-        self.0.work.end();
+        let mut work = lock(&self.0.work);
+        *work = (work.0 - 1, Instant::now());
     }
 }
 
@@ -440,11 +380,6 @@ impl Drop for Active {
 #[derive(Clone)]
 pub(super) struct Limited<S> {
     inner: S,
-    messages: MessageLimits,
-}
-
-#[derive(Clone, Copy)]
-struct MessageLimits {
     /// Bytes of the longest request.
     longest: usize,
     /// How long a request may take to arrive.
@@ -456,10 +391,8 @@ impl<S> Limited<S> {
     pub(super) fn new(inner: S, longest: usize) -> Self {
         Self {
             inner,
-            messages: MessageLimits {
-                longest,
-                timeout: MESSAGE_TIMEOUT,
-            },
+            longest,
+            timeout: MESSAGE_TIMEOUT,
         }
     }
 }
@@ -500,15 +433,19 @@ where
             let words = "too many calls at a time on a connection without a node";
             return refusal(Status::unavailable(words));
         };
-        let Self { mut inner, messages } = self.clone();
+        let (mut inner, longest, limit) = (self.inner.clone(), self.longest, self.timeout);
         Box::pin(async move {
-            let received = match timeout(messages.timeout, receive(body, &mut held, messages)).await {
-                Ok(Ok(body)) => body,
-                Ok(Err(status)) => return Ok(status.into_http()),
-                Err(_) => {
-                    let words = format!("the request did not arrive within {:?}", messages.timeout);
-                    return Ok(Status::deadline_exceeded(words).into_http());
-                }
+            let late = |_| {
+                Err(Status::deadline_exceeded(format!(
+                    "the request did not arrive within {limit:?}"
+                )))
+            };
+            let received = match timeout(limit, receive(body, &mut held, longest))
+                .await
+                .unwrap_or_else(late)
+            {
+                Ok(body) => body,
+                Err(status) => return Ok(status.into_http()),
             };
             let answer = inner.call(Request::from_parts(parts, received)).await?;
             drop(held);
@@ -573,13 +510,13 @@ fn kib(bytes: usize) -> u32 {
 }
 
 /// The whole of a request, in one buffer: a frame of one byte takes no more than that.
-async fn receive(mut body: Body, held: &mut HeldRequest, messages: MessageLimits) -> Result<Body, Status> {
+async fn receive(mut body: Body, held: &mut HeldRequest, longest: usize) -> Result<Body, Status> {
     let mut received = BytesMut::new();
     while let Some(frame) = body.frame().await {
         let frame = frame?;
         let Some(data) = frame.data_ref() else { continue };
         held.count(data.len())?;
-        if received.len() + data.len() > messages.longest {
+        if received.len() + data.len() > longest {
             return Err(Status::out_of_range("the request is too long"));
         }
         received.extend_from_slice(data);

@@ -144,8 +144,8 @@ fn slots_come_back_and_trusted_connections_leave_room_for_untrusted_ones() {
     assert!(lock(&limits.counts).by_address.is_empty());
 }
 
-#[test]
-fn a_connection_is_idle_when_nothing_goes_on() {
+#[tokio::test]
+async fn a_connection_is_idle_when_nothing_goes_on() {
     let connection = trusted();
     let made = connection.expires().unwrap();
     let joined = connection.begin_node();
@@ -191,11 +191,7 @@ fn before_a_node_joins_there_are_few_calls_at_a_time() {
 async fn arrived(bytes: usize, connection: &Arc<Connection>) -> Result<HeldRequest, Code> {
     let body = Body::new(Full::new(Bytes::from(vec![0; bytes])));
     let mut held = HeldRequest::new(connection);
-    let messages = MessageLimits {
-        longest: usize::MAX,
-        timeout: SHORT,
-    };
-    let received = receive(body, &mut held, messages).await;
+    let received = receive(body, &mut held, usize::MAX).await;
     received.map(|_| held).map_err(|refused| refused.code())
 }
 
@@ -252,7 +248,7 @@ async fn a_request_that_never_ends_is_refused_in_time() {
     let mut request = Request::new(Body::new(silence));
     request.extensions_mut().insert(connection());
     let mut service = Limited::new(Answers, 1);
-    service.messages.timeout = SHORT;
+    service.timeout = SHORT;
     let answer = service.call(request).await.unwrap();
     let status = Status::from_header_map(answer.headers()).unwrap();
     assert_eq!(status.code(), Code::DeadlineExceeded);
@@ -274,11 +270,7 @@ async fn a_call_lasts_until_its_reply_was_taken() {
 #[tokio::test]
 async fn a_request_that_is_too_long_is_refused() {
     let body = Body::new(Full::new(Bytes::from(vec![0; 2049])));
-    let messages = MessageLimits {
-        longest: 2048,
-        timeout: SHORT,
-    };
-    let received = receive(body, &mut HeldRequest::new(&trusted()), messages).await;
+    let received = receive(body, &mut HeldRequest::new(&trusted()), 2048).await;
     assert_eq!(
         received.err().map(|refused| refused.code()),
         Some(Code::OutOfRange)

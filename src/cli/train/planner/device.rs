@@ -74,7 +74,7 @@ impl Planned {
             source: source(args.gpu, found.as_ref(), is_described, is_gpu),
             memory: args.memory.or(driver_says).or(sheet.map(|sheet| sheet.memory)),
             reserve: args.reserve.unwrap_or(if is_gpu { RESERVE_OF_A_GPU } else { 0 }),
-            precision: word(config.train.precision),
+            precision: Precision::WORDS[config.train.precision as usize],
             flops: args.flops.or(of_sheet),
             link: args.link.or(sheet.map(|sheet| sheet.link)),
             has_own_memory: is_gpu,
@@ -95,14 +95,6 @@ impl Planned {
             }),
             memory => Ok(memory.map(|memory| memory - self.reserve)),
         }
-    }
-}
-
-pub(super) fn word(precision: Precision) -> &'static str {
-    match precision {
-        Precision::F32 => "f32",
-        Precision::Bf16 => "bf16",
-        Precision::Tf32 => "tf32",
     }
 }
 

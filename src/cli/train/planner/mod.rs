@@ -124,19 +124,8 @@ fn size(args: &PlanArgs, config: &Path) -> Result<Size, CliError> {
         _ => None,
     };
     let ranks = of_launch.unwrap_or(RANKS_A_NODE);
-    let sizes = [
-        ("nnodes", args.nnodes, launch.nnodes.map_or(1, |nodes| nodes.max)),
-        ("nproc_per_node", args.nproc_per_node, ranks),
-    ];
-    for (key, flag, size) in sizes {
-        if flag.is_none() && i64::from(size) > MAX_COUNT {
-            return Err(CliError::Conflict {
-                problem: format!("`launch.{key}` is {size}, but a plan supports at most {MAX_COUNT}"),
-                hint: format!("set a smaller number with `--{}`", key.replace('_', "-")),
-            });
-        }
-    }
-    let [nodes, ranks_a_node] = sizes.map(|(_, flag, size)| flag.unwrap_or(size));
+    let nodes = (args.nnodes).unwrap_or_else(|| launch.nnodes.map_or(1, |nodes| nodes.max));
+    let ranks_a_node = args.nproc_per_node.unwrap_or(ranks);
     if u64::from(nodes) * u64::from(ranks_a_node) > MAX_RANKS {
         return Err(CliError::Conflict {
             problem: format!(

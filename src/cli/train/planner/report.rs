@@ -240,12 +240,7 @@ pub(super) fn share(part: f64) -> String {
 }
 
 pub(super) fn name(candidate: &Candidate) -> &'static str {
-    match candidate.strategy {
-        Strategy::Ddp => "ddp",
-        Strategy::Zero1 => "zero1",
-        Strategy::Zero2 => "zero2",
-        Strategy::Zero3 => "zero3",
-    }
+    Strategy::WORDS[candidate.strategy as usize]
 }
 
 fn advice(comparison: &Comparison, machines: &Machines, context: &Context) -> String {
@@ -343,9 +338,8 @@ fn shortened(number: f64) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::super::device::word;
     use super::*;
-    use crate::cli::native::{Draft, plan::Accelerator};
+    use crate::cli::native::{Draft, Precision, plan::Accelerator};
 
     fn plan(more: &str, gpu: &str, [nodes, ranks_a_node]: [u64; 2], mfu: f64) -> String {
         let folder = tempfile::tempdir().unwrap();
@@ -364,7 +358,7 @@ mod tests {
             memory: sheet.map(|sheet| sheet.memory),
             flops: sheet.map(|sheet| sheet.flops(draft.config().train.precision)),
             link: sheet.map(|sheet| sheet.link),
-            precision: word(draft.config().train.precision),
+            precision: Precision::WORDS[draft.config().train.precision as usize],
             has_own_memory: true,
             ..Planned::default()
         };
