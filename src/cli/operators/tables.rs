@@ -103,9 +103,11 @@ fn ranks(status: &StatusReply) -> String {
             ago(rank.silent_ms),
         ]
     };
-    let of_node = |node: &NodeStatus| -> Vec<_> {
-        let rows = node.ranks.iter().map(|rank| row(&node.hostname, rank));
-        rows.collect()
+    let of_node = |node: &NodeStatus| {
+        node.ranks
+            .iter()
+            .map(|rank| row(&node.hostname, rank))
+            .collect::<Vec<_>>()
     };
     let mut rows = status.nodes.iter().flat_map(of_node).peekable();
     if rows.peek().is_none() {
@@ -152,11 +154,7 @@ fn table(title: &[&str], right: &[usize], rows: impl Iterator<Item = Vec<String>
 fn more(left: u64, noun: &str) -> String {
     match left {
         0 => String::new(),
-        left => format!(
-            "and {}
-",
-            counted(left, &format!("more {noun}"))
-        ),
+        left => format!("and {}\n", counted(left, &format!("more {noun}"))),
     }
 }
 

@@ -75,7 +75,7 @@ impl Bounds {
     /// For the gRPC port and for the status page, out of `files` descriptors: of a launcher's, all connections together
     /// get a half.
     fn of(config: &Config, files: usize, has_page: bool) -> [Self; 2] {
-        let own_files = config.host.as_ref().map_or(OWN_FILES, |_| files / 2);
+        let own_files = config.host.as_ref().map_or(OWN_FILES, |_| files);
         let own = files.saturating_sub(own_files).max(files / 2);
         let most_pages = (files / 16).clamp(MIN_CONNECTIONS, MAX_PAGE_CONNECTIONS);
         let pages = usize::from(has_page) * most_pages;
@@ -214,6 +214,7 @@ impl ConnectionLimits {
                 let (all, new) = (refusals.all, std::mem::take(&mut refusals.unreported));
                 refusals.next_report = Some(Instant::now() + REFUSAL_INTERVAL);
                 let last = std::mem::take(&mut refusals.last);
+                drop(refusals);
                 tracing::warn!(
                     "refused a connection from {last} ({new} since the last such line, {all} in all)"
                 );
@@ -436,14 +437,11 @@ where
         let (mut inner, longest, limit) = (self.inner.clone(), self.longest, self.timeout);
         Box::pin(async move {
             let late = |_| {
-                Err(Status::deadline_exceeded(format!(
-                    "the request did not arrive within {limit:?}"
-                )))
+                let words = format!("the request did not arrive within {limit:?}");
+                Err(Status::deadline_exceeded(words))
             };
-            let received = match timeout(limit, receive(body, &mut held, longest))
-                .await
-                .unwrap_or_else(late)
-            {
+            let arrived = timeout(limit, receive(body, &mut held, longest)).await;
+            let received = match arrived.unwrap_or_else(late) {
                 Ok(body) => body,
                 Err(status) => return Ok(status.into_http()),
             };

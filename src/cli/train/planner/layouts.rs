@@ -108,12 +108,9 @@ fn table(search: &LayoutSearch, context: &Context) -> String {
         row("schedule", &|c| schedule(c).unwrap_or("–").to_owned()),
     ];
     let recompute = |found: &FoundLayout| {
-        let setting = |setting: &String| setting.strip_prefix("train.recompute=").map(str::to_owned);
-        found
-            .settings
-            .iter()
-            .find_map(setting)
-            .unwrap_or_else(|| "–".to_owned())
+        let mut settings = found.settings.iter();
+        let recompute = settings.find_map(|setting| setting.strip_prefix("train.recompute="));
+        recompute.unwrap_or("–").to_owned()
     };
     let cells = search.best.iter().map(recompute);
     rows.push(std::iter::once("recompute".to_owned()).chain(cells).collect());
