@@ -24,7 +24,6 @@ type Ended = Box<(Duration, JobSummary)>;
 pub(super) struct Over {
     /// `JobOver` or `Refused`, the same for every node.
     verdict: Reply,
-    /// When it ended, and its line of the list then.
     line: Ended,
     /// Incarnations of the nodes that the verdict concerns.
     told: BTreeSet<String>,
