@@ -72,16 +72,17 @@ impl Look {
 }
 
 /// A line, broken between words where it would be longer than `width`. The rest hangs below the value of a row
-/// (`name   value`), or else two columns further in. Flags stay on one line, to be copied.
+/// (`name   value`), or else two columns further in. A line with flags stays whole, to be copied.
 fn wrapped(line: &str, width: usize) -> String {
     let text = line.trim_start();
+    let has_flags = text.starts_with("--") || text.contains(" --");
     let value = text.split_once("  ").map_or("", |(_, value)| value.trim_start());
     let hang = Some(line.len() - value.len()).filter(|hang| *hang < width / 2);
     let hang = hang.unwrap_or(line.len() - text.len() + 2);
     let (mut wrapped, mut column) = (String::new(), 0);
     for word in line.split_inclusive(' ') {
         let end = column + word.trim_end().chars().count();
-        if end > width && column > hang && !text.starts_with("--") {
+        if end > width && column > hang && !has_flags {
             wrapped.truncate(wrapped.trim_end().len());
             wrapped.extend(["\n", &" ".repeat(hang)]);
             column = hang;

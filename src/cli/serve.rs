@@ -12,6 +12,7 @@ use clap_complete::Shell;
 use ddp_proto::env::DDP_READ_TOKEN_FILE;
 use ddp_proto::exit;
 use ddp_proto::look_up::{LookUpError, look_up};
+use ddp_proto::trust::token::Token;
 use tokio::net::TcpListener;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::time::timeout;
@@ -151,12 +152,22 @@ impl ServeArgs {
 
     /// How callers prove that the daemon may let them in: by its token (DDP_TOKEN, DDP_TOKEN_FILE or
     /// `~/.config/ddp-run/token`, which is made if it is missing), unless it is insecure.
-    fn protection(&self) -> Result<(Transport, Callers), CliError> {
+    fn protection(&self, read_token: Option<&Token>) -> Result<(Transport, Callers), CliError> {
         if self.insecure {
             return Ok((Transport::Plain, Callers::Anybody));
         }
         let source = TokenSource::find(|name| std::env::var(name).ok());
         let token = source.read_or_make_telling(|made| tracing::info!(target: RENDEZVOUS_LOG, "{made}"))?;
+        if let Some(file) = self
+            .read_token_file
+            .as_deref()
+            .filter(|_| read_token == Some(&token))
+        {
+            return Err(CliError::BadToken {
+                place: file.display().to_string(),
+                problem: "it is the token of the nodes, which HTTP must not carry\n  hint: make one of its own with `(umask 077; openssl rand -hex 32 > FILE)`".to_owned(),
+            });
+        }
         Ok((Transport::of_token(&token)?, Callers::Authenticated))
     }
 }
@@ -238,12 +249,12 @@ fn can_start(threads: usize) -> bool {
 
 /// Exit code: success, if it was stopped while it served.
 fn serve(args: &ServeArgs) -> Result<u8, CliError> {
-    let (transport, callers) = args.protection()?;
+    let read_token = args.read_token_file.as_deref().map(read_token_file).transpose()?;
+    let (transport, callers) = args.protection(read_token.as_ref())?;
     let config = rendezvous::Config {
         callers,
         ..args.config()
     };
-    let read_token = args.read_token_file.as_deref().map(read_token_file).transpose()?;
     let state_dir = args.state_dir.as_deref();
     let ledger = state_dir.map(rendezvous::Ledger::open).transpose()?;
     let runtime = threaded_event_loop().map_err(CliError::machine("cannot start the event loop"))?;

@@ -595,6 +595,10 @@ fn the_read_token_shows_the_page_and_neither_lists_nor_closes() {
     const TOKEN: &str = "a-token-of-32-characters-or-more";
     let dir = temp_dir();
     let read = token_file(dir.path(), "read", TOKEN);
+    let serve = ["serve", "--listen", "127.0.0.1:0", "--read-token-file", &read];
+    let same = Program::new(env!("CARGO_BIN_EXE_ddp-rendezvous")).args(serve);
+    let same = same.env("DDP_TOKEN_FILE", &read).run();
+    same.expect_exit(77).expect_stderr("it is the token of the nodes");
     let daemon = Watched::start(&["--read-token-file", &read]);
     let mut nodes = pair(&daemon, "guarded", |node| node, "echo at work; sleep 600");
     for node in &mut nodes {

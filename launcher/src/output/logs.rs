@@ -131,7 +131,8 @@ impl LogFile {
     /// Appends output. A file that has its full size becomes `NAME.1`, in the place of an earlier one.
     pub(crate) fn write(&mut self, bytes: &[u8]) -> io::Result<()> {
         if self.file.metadata()?.len() >= self.max_bytes {
-            fs::rename(&self.path, self.path.with_added_extension("1"))?;
+            // Somebody may have moved it.
+            let _ = fs::rename(&self.path, self.path.with_added_extension("1"));
             self.file = File::create(&self.path)?;
         }
         let mut text = Vec::new();

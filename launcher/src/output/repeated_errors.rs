@@ -4,11 +4,10 @@
 //! failure report off the screen. An error is held back until it is whole, so that those of several ranks do not mix, and
 //! then shown, or left out if the console has shown it of another rank of this generation. Log files contain all lines.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use ddp_proto::ids::GlobalRank;
-use ddp_proto::words::numbered;
 
 /// The first line of a native worker's error begins with this.
 const ERROR: &str = "error: ";
@@ -28,13 +27,11 @@ const MAX_ERRORS: usize = 64;
 /// Bytes of an error beyond this length are always shown.
 const MAX_ERROR_BYTES: usize = 16 << 10;
 
-/// By error: the rank of which it was shown, and all that printed it.
-type Printed = BTreeMap<String, (u32, BTreeSet<u32>)>;
-
 /// The errors of one generation on one node, shared by the streams of its workers.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct RepeatedErrors {
-    printed: Arc<Mutex<Printed>>,
+    /// By error: the rank of which it was shown.
+    printed: Arc<Mutex<BTreeMap<String, u32>>>,
 }
 
 impl RepeatedErrors {
@@ -48,17 +45,6 @@ impl RepeatedErrors {
             error: String::new(),
             is_open: false,
         }
-    }
-
-    /// Which ranks printed the same traceback, in words. The report names native ones.
-    pub(crate) fn repeats(&self) -> BTreeSet<String> {
-        let printed = self.printed.lock().unwrap_or_else(PoisonError::into_inner);
-        let ranks = printed
-            .iter()
-            .map(|(error, (_, ranks))| (error, Vec::from_iter(ranks.clone())));
-        let repeated = ranks.filter(|(error, ranks)| error.starts_with(TRACEBACK) && ranks.len() > 1);
-        let words = repeated.map(|(_, ranks)| numbered("rank", &ranks) + " printed the same traceback");
-        words.collect()
     }
 }
 
@@ -100,7 +86,8 @@ impl RankErrors {
         !self.error.is_empty()
     }
 
-    /// The error so far, unless another rank has printed it.
+    /// The error so far. If another rank has printed it, one line in place of a traceback, and nothing of a native
+    /// worker's, of which the report tells.
     pub(crate) fn rest(&mut self) -> Vec<u8> {
         self.is_open = false;
         let error = std::mem::take(&mut self.error);
@@ -117,10 +104,12 @@ impl RankErrors {
             .lock()
             .unwrap_or_else(PoisonError::into_inner);
         if printed.len() < MAX_ERRORS || printed.contains_key(&key) {
-            let (first, ranks) = printed.entry(key).or_insert((self.rank, BTreeSet::new()));
-            ranks.insert(self.rank);
-            if *first != self.rank {
+            let first = *printed.entry(key).or_insert(self.rank);
+            if first != self.rank && self.is_native {
                 return Vec::new();
+            }
+            if first != self.rank {
+                return format!("the same traceback as rank {first}\n").into_bytes();
             }
         }
         error.into_bytes()
@@ -221,7 +210,9 @@ mod tests {
         for (rank, left_out) in [(1, 0), (2, 10)] {
             let [same, next] = ["ValueError: no data", "KeyError: 'x'"].map(|error| traceback(rank, error));
             let chained = [&same[..], &links[..], &next, &["step 1".to_owned()]].concat();
-            assert_eq!(printed(rank, &chained), chained[left_out..]);
+            let word = (left_out > 0).then(|| "the same traceback as rank 1".to_owned());
+            let expected: Vec<String> = word.into_iter().chain(chained[left_out..].to_vec()).collect();
+            assert_eq!(printed(rank, &chained), expected);
         }
         let other = traceback(4, "ValueError: rank 4 has no data");
         assert_eq!(printed(4, &other), other);
@@ -230,26 +221,26 @@ mod tests {
             format!("{TRACEBACK}\n").as_bytes(),
             "its stream has ended"
         );
-        assert_eq!(printed(5, &traceback(5, "ValueError: no data")), [""; 0]);
-        let words = [
-            "ranks 0, 5 printed the same traceback",
-            "ranks 1, 2 printed the same traceback",
-        ];
-        assert!(repeated.repeats().iter().eq(words.iter()));
+        let again = printed(5, &traceback(5, "ValueError: no data"));
+        assert_eq!(again, ["the same traceback as rank 0"]);
     }
 
     #[test]
     fn an_interrupt_shows_one_traceback_wherever_the_ranks_are() {
         let repeated = RepeatedErrors::default();
-        for (rank, lines) in [(0, 5), (1, 1)] {
+        for rank in [0, 1] {
             let place = format!("  File \"a.py\", line {rank}");
             let head = ["epoch 1", "Traceback (most recent call last):", &place, "    x()"];
             let traceback = [&head[..], &["KeyboardInterrupt"]].concat();
-            assert_eq!(
-                shown(of_rank(&repeated, rank, false), &traceback),
-                traceback[..lines]
+            let expected = match rank {
+                0 => traceback,
+                _ => vec!["epoch 1", "the same traceback as rank 0"],
+            };
+            let found = shown(
+                of_rank(&repeated, rank, false),
+                &[&head[..], &["KeyboardInterrupt"]].concat(),
             );
+            assert_eq!(found, expected);
         }
-        assert!(repeated.repeats().is_empty());
     }
 }

@@ -147,8 +147,8 @@ pub fn replace_file(path: &Path, bytes: &[u8]) -> io::Result<()> {
     if path.metadata().is_ok_and(|there| !there.is_file()) {
         return fs::write(path, bytes);
     }
-    let temporary = path.with_added_extension(format!("{}.tmp", std::process::id()));
-    // In a folder of several users, another one's link is not followed.
+    // Launchers in pods have equal pids. In a folder of several users, another one's link is not followed.
+    let temporary = path.with_added_extension(format!("{:x}.tmp", rand::random::<u64>()));
     let written = File::create_new(&temporary).and_then(|mut file| file.write_all(bytes));
     let moved = written.and_then(|()| fs::rename(&temporary, path));
     if moved.is_err() {

@@ -17,7 +17,7 @@ const DAEMON_KEY: &str = "ddp-run 2026-11 TLS key of a daemon";
 const AGENT_KEY: &str = "ddp-run 2026-11 TLS key of an agent";
 
 /// The secret. It has no `Display`, and its `Debug` does not show it.
-#[derive(Clone)]
+#[derive(Clone, PartialEq, Eq)]
 pub struct Token(String);
 
 /// One side of a connection.

@@ -94,7 +94,8 @@ fn show(args: Args) -> ExitCode {
         let launch = plan::resolve(args, |name| std::env::var(name).ok(), &exe)?;
         // Whether the workers' program is there is looked at while `exe` is open.
         let missing = ddp_launcher::missing_program(&launch.plan);
-        let given = answer::give_report(&(dry_run::describe(&launch, missing.as_ref()) + "\n"));
+        // As it is, to be copied.
+        let given = answer::give(dry_run::describe(&launch, missing.as_ref()) + "\n");
         Ok(missing.map_or(given, |error| ExitCode::from(error.exit_code())))
     });
     shown.unwrap_or_else(|error| fail(&error))

@@ -217,7 +217,11 @@ impl Job {
         if !matches!(self.phase, Phase::Over(_)) {
             self.record(context, Stage::Abandoned);
         }
-        let abandoned = Box::new((context.at.now, self.summary(context.at.now)));
+        let line = JobSummary {
+            phase: "over".to_owned(),
+            ..self.summary(context.at.now)
+        };
+        let abandoned = Box::new((context.at.now, line));
         let (told, verdict, line) = match self.phase {
             Phase::Over(over) => (over.told, Some(over.verdict), over.line),
             Phase::Gathering(_) | Phase::Recovering(_) | Phase::Running(_) => {

@@ -4,6 +4,7 @@
 
 use std::fmt::Write as _;
 use std::fs::{self, Permissions};
+use std::io;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
@@ -40,11 +41,19 @@ pub(super) fn start(
 }
 
 fn keep(path: &Path, requests: &mpsc::Sender<Request>, stopped: &Receiver<()>) {
-    let (mut interval, mut has_failed) = (Duration::ZERO, false);
+    let (mut interval, mut has_failed, mut is_there) = (Duration::ZERO, false, false);
     while let Err(RecvTimeoutError::Timeout) = stopped.recv_timeout(interval) {
         let text = text(requests);
         interval = INTERVALS[usize::from(text.is_none())];
-        let written = replace_file(path, text.unwrap_or_default().as_bytes());
+        let Some(text) = text else { continue };
+        // Else it would be removed at the end.
+        let is_device = path.metadata().is_ok_and(|there| !there.is_file());
+        let written = if is_device {
+            Err(io::Error::other("it is not a regular file"))
+        } else {
+            replace_file(path, text.as_bytes())
+        };
+        is_there |= written.is_ok();
         // The collector is another user.
         let shown = written.and_then(|()| fs::set_permissions(path, Permissions::from_mode(0o644)));
         if let Err(error) = shown
@@ -55,8 +64,9 @@ fn keep(path: &Path, requests: &mpsc::Sender<Request>, stopped: &Receiver<()>) {
             tracing::error!("cannot write `--metrics-file {path}`: {error}; the job continues\n  {hint}");
         }
     }
-    // It is not there if no write succeeded.
-    let _ = fs::remove_file(path);
+    if is_there {
+        let _ = fs::remove_file(path);
+    }
 }
 
 /// None without a job.

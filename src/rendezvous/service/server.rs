@@ -318,12 +318,12 @@ impl Rendezvous for Service {
         self.only_for_authenticated()?;
         let from = connection(&request)?.peer.remote.to_canonical();
         let CloseRequest { job_id, reason, .. } = request.get_ref();
-        let caller = printable::line(&request.get_ref().caller);
-        let reason = format!("operator `{caller}` ({from}) closed the job: {reason}");
         if reason.len() > MAX_REASON_BYTES {
             let words = format!("a reason has at most {MAX_REASON_BYTES} bytes");
             return Err(Status::invalid_argument(words));
         }
+        let caller = printable::line(clip(&request.get_ref().caller, 128));
+        let reason = format!("operator `{caller}` ({from}) closed the job: {reason}");
         let (answer, reply) = oneshot::channel();
         let reason = reason.trim_end_matches(": ").to_owned();
         let close = Request::Close(job_id.clone(), reason, answer);

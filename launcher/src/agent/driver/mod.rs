@@ -199,9 +199,6 @@ impl<'a> Driver<'a> {
             }
             LoopEvent::Swept(stuck, left) => {
                 self.read_control();
-                for line in self.worker_group.repeated.repeats() {
-                    self.launch.console.say(&line);
-                }
                 for (local_rank, message) in left.messages {
                     self.worker_group.note_error_file(local_rank, message);
                 }

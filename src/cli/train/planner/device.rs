@@ -18,7 +18,7 @@ pub(super) struct DeviceArgs {
     /// Use the data sheet of this GPU: a100-40gb, a100, h100, h200 or b200 [default: the first GPU
     /// of this machine]
     #[arg(long, value_name = "NAME", value_parser = named)]
-    gpu: Option<Accelerator>,
+    pub(super) gpu: Option<Accelerator>,
     /// Memory of a device, for example `80GB`; with `parallel.backend: cpu`, the host memory that
     /// one rank may use
     #[arg(long, value_name = "SIZE", value_parser = quantity::size)]

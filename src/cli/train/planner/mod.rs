@@ -97,7 +97,8 @@ fn collective(args: &PlanArgs) -> String {
     let sent = f64::from(steps) * size as f64 / f64::from(ranks);
     let exact = grouped(sent.ceil() as u64);
     let mut text = format!("sent per rank   {exact} B, by a ring in {steps} steps\n");
-    for (flag, rate) in [("--link", args.device.link), ("--network", args.network)] {
+    let link = args.device.link.or(args.device.gpu.map(|gpu| gpu.link));
+    for (flag, rate) in [("--link", link), ("--network", args.network)] {
         if let Some(rate) = rate {
             let time = report::duration(sent / rate / args.device.mfu);
             let _ = writeln!(text, "time, at least  {time} at `{flag}`");
