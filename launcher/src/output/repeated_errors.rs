@@ -90,7 +90,7 @@ impl RankErrors {
     /// worker's, of which the report tells.
     pub(crate) fn rest(&mut self) -> Vec<u8> {
         self.is_open = false;
-        let error = std::mem::take(&mut self.error);
+        let mut error = std::mem::take(&mut self.error);
         if error.is_empty() {
             return Vec::new();
         }
@@ -105,11 +105,9 @@ impl RankErrors {
             .unwrap_or_else(PoisonError::into_inner);
         if printed.len() < MAX_ERRORS || printed.contains_key(&key) {
             let first = *printed.entry(key).or_insert(self.rank);
-            if first != self.rank && self.is_native {
-                return Vec::new();
-            }
             if first != self.rank {
-                return format!("the same traceback as rank {first}\n").into_bytes();
+                error = format!("the same traceback as rank {first}\n");
+                error.truncate(if self.is_native { 0 } else { error.len() });
             }
         }
         error.into_bytes()

@@ -42,16 +42,8 @@ pub(super) struct Recorder {
 
 impl Recorder {
     /// Opens the files of the run, of which `first_step` steps are finished. `run_dir` on rank 0 only.
-    pub(super) fn open(
-        run_dir: Option<&RunDir>,
-        TrainerParts {
-            first_step,
-            config,
-            world,
-            ..
-        }: &TrainerParts<'_>,
-    ) -> Result<Self, TrainError> {
-        let first_step = *first_step;
+    pub(super) fn open(run_dir: Option<&RunDir>, trainer: &TrainerParts<'_>) -> Result<Self, TrainError> {
+        let (first_step, config, world) = (trainer.first_step, trainer.config, &trainer.world);
         let sheet = world.device.gpu().and_then(Accelerator::of);
         let log = run_dir.map(|dir| MetricsLog::open(&dir.metrics(), first_step));
         let dir_of_events = run_dir.filter(|_| config.run.tensorboard && first_step < config.train.steps);
