@@ -61,7 +61,7 @@ class AgentStore(unittest.TestCase):
 
     def expect_restart(self, *words):
         launched = self.expect(self.launch("--max-restarts", 1, *words))
-        self.expect_lines(launched, "attempt 0 port .* found nothing$", 2)
+        self.expect_lines(launched, r"^\[\d\] attempt 0 port .* found nothing$", 2)
         return self.expect_lines(launched, "attempt 1 port (.*) found nothing$", 2)
 
     def test_a_restart_begins_with_an_empty_store(self):
