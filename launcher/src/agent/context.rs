@@ -51,14 +51,14 @@ impl<'a> LaunchContext<'a> {
     }
 }
 
-/// The user of this process, by its environment: a directory service might not answer.
+/// The user of this process: USER, LOGNAME, else its number. Asking a directory service could hang.
 pub fn user_name() -> String {
     let given = |name| std::env::var(name).ok().filter(|user| !user.is_empty());
     let user = given("USER").or_else(|| given("LOGNAME"));
     user.unwrap_or_else(|| format!("uid {}", nix::unistd::getuid()))
 }
 
-/// A text that no daemon refuses as a name.
+/// A text within the daemon's bounds for names: one line, at most 100 characters, no control characters.
 pub(super) fn announced(text: &str) -> String {
     let line = printable::line(text).replace('\t', " ");
     line.chars().take(100).collect()

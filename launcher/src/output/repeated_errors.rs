@@ -1,8 +1,9 @@
 //! Shows an error once that several workers of a node print, if their texts are equal byte by byte.
 //!
 //! A mistake in the configuration, the data or the program makes every rank print the same error, which would push the
-//! failure report off the screen. An error is held back until it is whole, so that those of several ranks do not mix, and
-//! then shown, or left out if the console has shown it of another rank of this generation. Log files contain all lines.
+//! failure report off the screen. An error is held back until it is whole, so that those of several ranks do not mix. If
+//! the console has shown the same error of another rank of this generation, one line replaces a traceback, and a native
+//! worker's error is left out. Log files contain all lines.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -15,9 +16,9 @@ const ERROR: &str = "error: ";
 const TRACEBACK: &str = "Traceback (most recent call last):";
 /// The other lines of an error begin with this.
 const INDENT: &str = "  ";
-/// The last line after Ctrl-C. It ends each rank somewhere else: one traceback of them is enough.
+/// The last line after Ctrl-C. Each rank's traceback differs then, and one is enough.
 const INTERRUPT: &str = "\nKeyboardInterrupt";
-/// Between a traceback and that of an exception that followed from it: begins so, with empty lines around.
+/// How the line between two tracebacks of a chain of exceptions begins. Empty lines surround it.
 const LINKS: [&str; 2] = [
     "During handling of the above exception",
     "The above exception was",

@@ -1,6 +1,6 @@
 //! `ddp-run --metrics-file`: what `ddp-rendezvous jobs --json` tells of a launcher's job, as Prometheus text, for the
-//! textfile collector of the machine's node_exporter. A launcher that is killed leaves its file, whose age node_exporter
-//! tells.
+//! textfile collector of the machine's node_exporter. A launcher that is killed leaves its file; node_exporter reports
+//! how old it is.
 
 use std::fmt::Write as _;
 use std::fs::{self, Permissions};
@@ -21,9 +21,10 @@ use crate::rendezvous::report::{self, Bounds};
 /// Time between two writes, and, until there is a job, between two looks.
 const INTERVALS: [Duration; 2] = [Duration::from_secs(15), Duration::from_secs(1)];
 
-/// Starts the thread that keeps the file until the sender of `stopped` is gone. The file is removed when the answer fails.
+/// Starts the thread that writes the file until the sender of `stopped` is dropped. The thread then removes the file and
+/// drops the sender of the receiver that is returned.
 ///
-/// It has no other thread to ask for: later, the machine may have none left to give.
+/// The thread exists from the start: later, the machine may refuse another one.
 pub(super) fn start(
     path: PathBuf,
     requests: mpsc::Sender<Request>,
@@ -46,7 +47,7 @@ fn keep(path: &Path, requests: &mpsc::Sender<Request>, stopped: &Receiver<()>) {
         let text = text(requests);
         interval = INTERVALS[usize::from(text.is_none())];
         let Some(text) = text else { continue };
-        // Else it would be removed at the end.
+        // A device is not written: the end would remove it.
         let is_device = path.metadata().is_ok_and(|there| !there.is_file());
         let written = if is_device {
             Err(io::Error::other("it is not a regular file"))

@@ -438,7 +438,7 @@ fn the_daemon_learns_that_a_signal_stops_this_node_before_the_workers_do() {
             if words == "resume with `--set run.out_dir=out`\n  \
                 if the other nodes continue, start this node again to rejoin the job"
     ));
-    // The last node is not told of others.
+    // There is no other node that could continue.
     let stopped = Then::Finish(ExitReason::Stopped { signal: 15 });
     play.machine.assigned.nodes = 1;
     assert_eq!(play.machine.next_steps(&stopped), None);
