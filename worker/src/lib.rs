@@ -8,10 +8,12 @@
 pub mod checkpoint;
 pub mod collective;
 pub mod config;
+pub mod cuda;
 pub mod data;
 pub mod device;
 pub mod inference;
 pub mod libraries;
+pub mod memory;
 pub mod mesh;
 pub mod metrics;
 pub mod model;

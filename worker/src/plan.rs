@@ -12,7 +12,7 @@
 //! out on a device that does nothing.
 
 use crate::config::{Model, Precision, Recompute, TrainConfig};
-use crate::device::cuda::GpuFacts;
+use crate::cuda::GpuFacts;
 use crate::mesh::{MeshShape, SAMPLES};
 use crate::model::Decoder;
 

@@ -3,8 +3,10 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ddp_worker::device::cuda::{CudaDevice, CudaOptions};
-use ddp_worker::device::{Arena, ArenaSpec, CpuDevice, DType, Device, DeviceError, Event, Stream};
+use ddp_worker::cuda::CudaOptions;
+use ddp_worker::device::{
+    Arena, ArenaSpec, CpuDevice, CudaDevice, DType, Device, DeviceError, Event, Stream,
+};
 use ddp_worker::ops::{Cast, Fill, Rates, Runs, Update};
 use ddp_worker::optim::{StateMemory, adamw};
 

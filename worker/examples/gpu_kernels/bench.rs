@@ -2,8 +2,7 @@
 
 use std::time::Instant;
 
-use ddp_worker::device::cuda::CudaDevice;
-use ddp_worker::device::{ArenaSpec, Buffer, DType, Device, DeviceError, Stream};
+use ddp_worker::device::{ArenaSpec, Buffer, CudaDevice, DType, Device, DeviceError, Stream};
 use ddp_worker::ops::{LinearForward, LinearShape, Op};
 
 /// Numbers that buffers are filled with, again and again.

@@ -3,8 +3,7 @@
 
 use std::ffi::{c_int, c_void};
 
-use ddp_worker::device::cuda::CudaDevice;
-use ddp_worker::device::{Buffer, DeviceError, Stream};
+use ddp_worker::device::{Buffer, CudaDevice, DeviceError, Stream};
 use ddp_worker::libraries::{Library, LibraryKind};
 
 /// Target, source, bytes, stream.

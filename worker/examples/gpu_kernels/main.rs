@@ -31,8 +31,8 @@ mod token_ids;
 use std::error::Error;
 use std::path::Path;
 
-use ddp_worker::device::cuda::{CudaDevice, CudaOptions, KernelCache};
-use ddp_worker::device::{DType, Device, DeviceError};
+use ddp_worker::cuda::{CudaOptions, KernelCache};
+use ddp_worker::device::{CudaDevice, DType, Device, DeviceError};
 use ddp_worker::ops::{Cast, LinearShape, WeightLayout};
 
 use bench::{Bench, Effort};

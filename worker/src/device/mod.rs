@@ -7,39 +7,32 @@
 //! | type | what it is |
 //! |---|---|
 //! | [`Device`] | the trait: allocate, enqueue, record, wait |
-//! | [`CpuDevice`], [`Cpu`], [`Isa`] | operations on host memory, `rayon` threads within a rank, run-time instruction set |
-//! | [`Arena`], [`Buffer`], [`ArenaSpec`] | flat memory of one type, ranges of it, what to allocate |
-//! | [`Event`], [`Signal`] | points in streams; facts of the host |
-//! | [`Fetch`] | bytes on their way to the host |
+//! | [`CpuDevice`] | operations on host memory, at once, by the threads of a [`Cpu`] |
+//! | [`CudaDevice`] | an NVIDIA GPU |
 //! | [`HostSide`], [`HostPipeline`], [`HostPass`] | work of the host on numbers of a device with memory of its own |
-//! | [`HostMemory`] | private pages or a memfd segment |
-//! | [`FileMemory`] | a mapped file without a name |
 //! | [`IdleDevice`] | carries nothing out, and has no memory |
-//! | [`cuda`] | NVIDIA GPUs |
+//!
+//! Their memory is [`crate::memory`]'s, whose types are passed on.
 
-mod arena;
 mod cpu;
-pub mod cuda;
-pub(crate) mod dtype;
-mod error;
-mod event;
+mod cuda;
 mod host_work;
-mod memory;
-mod processor;
 
-pub use arena::{Arena, ArenaSpec, Buffer, Held, HostMut, HostRef, Sharing};
 pub use cpu::CpuDevice;
-pub use dtype::{DType, Element};
-pub use error::DeviceError;
-pub use event::{Event, EventState, Fetch, Signal};
+pub use cuda::CudaDevice;
 pub use host_work::{HostPass, HostPipeline, HostSide, HostWork, PassWork};
-pub use memory::{FileMemory, HostMemory, Memory};
-pub use processor::{Cpu, Isa};
 
 use std::any::Any;
 use std::time::Instant;
 
+use crate::cuda::GpuFacts;
+pub(crate) use crate::memory::dtype;
+pub use crate::memory::{
+    Arena, ArenaSpec, Buffer, DType, DeviceError, Element, Event, EventState, Fetch, FileMemory, Held,
+    HostMemory, HostMut, HostRef, Memory, Sharing, Signal,
+};
 use crate::ops::Op;
+pub use crate::ops::{Cpu, Isa};
 
 /// An ordered queue of operations of one device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -51,7 +44,7 @@ pub trait Device: Any + Send + Sync {
     fn name(&self) -> String;
 
     /// The GPU that it is, if it is one.
-    fn gpu(&self) -> Option<&cuda::GpuFacts> {
+    fn gpu(&self) -> Option<&GpuFacts> {
         None
     }
 

@@ -4,9 +4,9 @@ use std::sync::Arc;
 
 use crate::checkpoint::{CheckpointError, Reader, TensorKind};
 use crate::config::{self, Precision, Problem};
+use crate::cuda::{CudaOptions, KernelCache, count_devices};
 use crate::data::DataError;
-use crate::device::cuda::{CudaDevice, CudaOptions, KernelCache, count_devices};
-use crate::device::{ArenaSpec, Buffer, CpuDevice, DType, Device, DeviceError, Stream};
+use crate::device::{ArenaSpec, Buffer, CpuDevice, CudaDevice, DType, Device, DeviceError, Stream};
 use crate::model::{self, ActivationPool, Context, Model, ParamId, Params};
 use crate::ops::Cast;
 use crate::tokenize::TokenizeError;

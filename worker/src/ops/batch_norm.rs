@@ -5,8 +5,8 @@
 
 use super::cpu::kernel::by_dtype;
 use super::cpu::stored::Stored;
-use super::{Operation, expect_len};
-use crate::device::{Buffer, Cpu, DeviceError};
+use super::{Cpu, Operation, expect_len};
+use crate::memory::{Buffer, DeviceError};
 
 /// Added to the variance.
 const EPSILON: f64 = 1e-5;

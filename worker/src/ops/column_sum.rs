@@ -9,9 +9,9 @@ use super::cuda::plan::{
     Call, Plan, Scratch, THREADS, WIDEST, count, element, elementwise_grid, expect_dtype, grad_defines,
     kernels, width,
 };
-use super::{Operation, expect_len};
-use crate::device::cuda::{Grid, KernelSource};
-use crate::device::{Buffer, Cpu, DeviceError};
+use super::{Cpu, Operation, expect_len};
+use crate::cuda::{Grid, KernelSource};
+use crate::memory::{Buffer, DeviceError};
 
 /// Columns that one part of the work sums.
 const WIDTH: usize = 256;

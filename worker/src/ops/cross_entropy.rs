@@ -11,9 +11,9 @@
 use super::cpu::kernel::{Real, by_dtype, kernel, ln, max_of, sum_map};
 use super::cpu::stored::Stored;
 use super::cuda::plan::{Call, Plan, count, element, expect_dtype, kernels};
-use super::{Operation, VocabularyPart, expect_len, expect_tokens};
-use crate::device::cuda::{Define, Grid, KernelSource};
-use crate::device::{Buffer, Cpu, DType, DeviceError, Isa};
+use super::{Cpu, Isa, Operation, VocabularyPart, expect_len, expect_tokens};
+use crate::cuda::{Define, Grid, KernelSource};
+use crate::memory::{Buffer, DType, DeviceError};
 
 /// Rows of one part of the work: few, because a row may have 50,000 exponentials.
 const ROWS: usize = 4;

@@ -6,9 +6,9 @@
 use super::cpu::kernel::{Real, by_dtype};
 use super::cpu::stored::Stored;
 use super::cuda::plan::{Arg, Plan, count, elementwise, kernels};
-use super::{Operation, expect_len};
-use crate::device::cuda::KernelSource;
-use crate::device::{Buffer, Cpu, DeviceError};
+use super::{Cpu, Operation, expect_len};
+use crate::cuda::KernelSource;
+use crate::memory::{Buffer, DeviceError};
 
 /// Approximate number of elements of one part of the work.
 const PART: usize = 16_384;

@@ -17,9 +17,9 @@ use super::cpu::stored::Stored;
 use super::cuda::plan::{
     Call, Plan, THREADS, act_defines, element, elementwise, elementwise_grid, kernels, vec_define, width,
 };
-use super::{Operation, expect_len};
-use crate::device::cuda::{Define, Grid, KernelSource};
-use crate::device::{Buffer, Cpu, DType, DeviceError};
+use super::{Cpu, Operation, expect_len};
+use crate::cuda::{Define, Grid, KernelSource};
+use crate::memory::{Buffer, DType, DeviceError};
 
 /// Elements of one part of the work.
 const PART: usize = 65_536;

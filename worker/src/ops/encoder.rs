@@ -12,9 +12,9 @@ use super::cpu::stored::Stored;
 use super::cuda::plan::{
     Call, Plan, Scratch, THREADS, count, element, expect_dtype, grad_defines, kernels, width,
 };
-use super::{Fill, Operation, expect_len, expect_tokens};
-use crate::device::cuda::{Grid, KernelSource};
-use crate::device::{Buffer, Cpu, DType, DeviceError};
+use super::{Cpu, Fill, Operation, expect_len, expect_tokens};
+use crate::cuda::{Grid, KernelSource};
+use crate::memory::{Buffer, DType, DeviceError};
 
 /// Rows of one part of the forward.
 const ROWS: usize = 32;

@@ -5,9 +5,9 @@ use super::cpu::kernel::{Real, add_into, by_dtypes};
 use super::cpu::matrix::{Matrix, MatrixMut, Tile, product};
 use super::cpu::row_product::row_product;
 use super::cpu::stored::Stored;
-use super::{Operation, expect_len, expect_lens};
-use crate::device::cuda::{LaunchContext, Operand, Product};
-use crate::device::{Buffer, Cpu, DType, DeviceError, Isa};
+use super::{Cpu, Isa, Operation, expect_len, expect_lens};
+use crate::cuda::{LaunchContext, Operand, Product};
+use crate::memory::{Buffer, DType, DeviceError};
 
 /// How a weight lies in memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -52,6 +52,7 @@ pub use attention::{
 pub use batch_norm::{BatchNormBackward, BatchNormBackwardSums, BatchNormForward, BatchNormSums};
 pub use column_sum::{AddBiasResidual, ColumnSum};
 pub(crate) use cpu::kernel::kernel;
+pub use cpu::processor::{Cpu, Isa};
 pub use cross_entropy::{CrossEntropy, CrossEntropyCombine, CrossEntropyPartial, LossSum};
 pub use dropout::{Dropout, DropoutMask, philox};
 pub(crate) use elementwise::cast_bytes;
@@ -70,8 +71,8 @@ pub use update::{
 
 use cuda::plan::Plan;
 
-use crate::device::cuda::LaunchContext;
-use crate::device::{Buffer, Cpu, DeviceError};
+use crate::cuda::LaunchContext;
+use crate::memory::{Buffer, DeviceError};
 
 /// An operation: its kernel on the CPU, and what it launches on an NVIDIA GPU.
 pub trait Operation {

@@ -4,9 +4,9 @@ use super::cpu::kernel::{by_dtype, kernel, sum_lanes, update};
 use super::cpu::stored::Stored;
 use super::cuda::plan::{Call, Plan, THREADS, count, element, expect_dtype, kernels, vec_define, width};
 use super::update::{UPDATE_NUMBERS, bias_correction};
-use super::{Operation, expect_len};
-use crate::device::cuda::{Define, Grid, KernelSource};
-use crate::device::{Buffer, Cpu, DType, DeviceError};
+use super::{Cpu, Operation, expect_len};
+use crate::cuda::{Define, Grid, KernelSource};
+use crate::memory::{Buffer, DType, DeviceError};
 
 /// Elements of an arena whose squares are summed together, in f64. Shards align to it, so that the norm does
 /// not depend on who owns what.

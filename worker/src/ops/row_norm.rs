@@ -15,9 +15,9 @@ use super::cpu::kernel::{
 };
 use super::cpu::stored::Stored;
 use super::cuda::plan::{Call, Plan, Scratch, count, element, expect_dtype, kernels, vec_define, width};
-use super::{Operation, expect_lens};
-use crate::device::cuda::{Define, Grid, KernelSource};
-use crate::device::{Buffer, Cpu, DeviceError, Isa};
+use super::{Cpu, Isa, Operation, expect_lens};
+use crate::cuda::{Define, Grid, KernelSource};
+use crate::memory::{Buffer, DeviceError};
 
 /// ε of GPT-2's layer normalisation.
 pub(crate) const LAYERNORM_EPSILON: f64 = 1e-5;

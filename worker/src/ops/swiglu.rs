@@ -8,9 +8,9 @@ use super::cpu::stored::Stored;
 use super::cuda::plan::{
     Call, Plan, act_defines, count, element, elementwise_grid, expect_dtype, kernels, width,
 };
-use super::{Operation, expect_len};
-use crate::device::cuda::KernelSource;
-use crate::device::{Buffer, Cpu, DeviceError};
+use super::{Cpu, Operation, expect_len};
+use crate::cuda::KernelSource;
+use crate::memory::{Buffer, DeviceError};
 
 /// Approximate number of output elements of one part of the work.
 const PART: usize = 8_192;

@@ -11,9 +11,9 @@ use super::cpu::stored::Stored;
 use super::cuda::plan::{
     Call, Plan, Scratch, WIDEST, element, elementwise_grid, expect_dtype, vec_define, width,
 };
-use super::{Operation, expect_len};
-use crate::device::cuda::{Define, KernelSource};
-use crate::device::{Buffer, Cpu, DType, DeviceError, Isa};
+use super::{Cpu, Isa, Operation, expect_len};
+use crate::cuda::{Define, KernelSource};
+use crate::memory::{Buffer, DType, DeviceError};
 
 /// The formula of an element-wise optimizer, as data.
 #[derive(Clone, Debug)]

@@ -4,8 +4,8 @@
 use std::sync::Arc;
 
 use crate::config::{OptimizerConfig, OptimizerKind};
+use crate::cuda::KernelSource;
 use crate::device::Buffer;
-use crate::device::cuda::KernelSource;
 use crate::ops::cuda::kernels;
 use crate::ops::{Rates, Runs, Update, UpdateNumbers, UpdatePart, UpdateRule, kernel};
 use crate::parallel::{ArenaRanges, ArenaShare};

@@ -9,8 +9,7 @@ use crate::collective::{
     CollectiveError, Communicator, Executor, Failure, Launch, RankInfo, SingleRank, Traffic, Transport,
     WorkError, connect, name,
 };
-use crate::device::cuda::CudaDevice;
-use crate::device::{ArenaSpec, CpuDevice, DType, Device, DeviceError};
+use crate::device::{ArenaSpec, CpuDevice, CudaDevice, DType, Device, DeviceError};
 use crate::libraries::LibraryError;
 use crate::session::{Cancel, Session};
 

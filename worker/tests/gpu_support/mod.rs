@@ -5,7 +5,8 @@
 
 use std::sync::Arc;
 
-use ddp_worker::device::cuda::{CudaDevice, CudaOptions, KernelCache};
+use ddp_worker::cuda::{CudaOptions, KernelCache};
+use ddp_worker::device::CudaDevice;
 
 /// The first GPU, or none after a loud word.
 pub(crate) fn device() -> Option<Arc<CudaDevice>> {

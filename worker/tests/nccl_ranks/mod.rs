@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 
 use ddp_worker::collective::nccl::{Membership, Nccl, NcclTransport};
 use ddp_worker::collective::{Communicator, Executor, Failure, RankInfo, connect};
-use ddp_worker::device::cuda::{CudaDevice, CudaOptions, KernelCache};
-use ddp_worker::device::{CpuDevice, Device};
+use ddp_worker::cuda::{CudaOptions, KernelCache};
+use ddp_worker::device::{CpuDevice, CudaDevice, Device};
 use ddp_worker::session::{Cancel, Entries, KeyValue, StoreError};
 
 /// What a rank is to do, by the name of a test that does nothing unless it is a rank.

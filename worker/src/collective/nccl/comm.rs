@@ -17,8 +17,7 @@ use crate::collective::error::Failure;
 use crate::collective::operation::{Descriptor, Operation, Request, StreamWork, Traffic, slice};
 use crate::collective::transport::Purpose;
 use crate::collective::wait::Wait;
-use crate::device::cuda::CudaDevice;
-use crate::device::{Arena, ArenaSpec, DType, Device, DeviceError, Event, Stream};
+use crate::device::{Arena, ArenaSpec, CudaDevice, DType, Device, DeviceError, Event, Stream};
 use crate::session::{Cancel, Waiting, Wanted};
 use crate::timeline::Interval;
 

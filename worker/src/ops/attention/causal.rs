@@ -12,14 +12,14 @@
 use super::launches::{BACKWARD, DKV, DQ, FORWARD, Launches, OUT};
 use super::panels::{Keys, scores, weighted, with_copies, with_keys};
 use super::shape::AttentionShape;
-use crate::device::{Buffer, Cpu, DType, DeviceError, Isa};
+use crate::memory::{Buffer, DType, DeviceError};
 use crate::ops::cpu::kernel::{
     EXPS, Real, by_dtype, kernel, ln, max_of, sum_map, sum_map2, update, with_scratch,
 };
 use crate::ops::cpu::matrix::{Matrix, MatrixMut, Tile, product};
 use crate::ops::cpu::stored::Stored;
 use crate::ops::cuda::plan::{Call, Plan, Scratch, expect_dtype};
-use crate::ops::{DropoutMask, Operation};
+use crate::ops::{Cpu, DropoutMask, Isa, Operation};
 
 /// Queries of a tile.
 const QUERIES: usize = 64;

@@ -8,15 +8,15 @@
 use super::causal::{head_forward, heads_of, read_inputs};
 use super::launches::{FORWARD, Launches, OUT, check_head};
 use super::shape::AttentionShape;
-use crate::device::cuda::{Define, Grid, KernelSource};
-use crate::device::{Buffer, Cpu, DType, DeviceError};
+use crate::cuda::{Define, Grid, KernelSource};
+use crate::memory::{Buffer, DType, DeviceError};
 use crate::ops::cpu::kernel::{by_dtype, with_scratch};
 use crate::ops::cpu::matrix::{Matrix, Tile};
 use crate::ops::cpu::stored::Stored;
 use crate::ops::cuda::plan::{
     Call, Plan, Scratch, THREADS, count, element, expect_dtype, kernels, vec_define, width,
 };
-use crate::ops::{Operation, expect_len};
+use crate::ops::{Cpu, Operation, expect_len};
 
 /// Appends keys and values to a cache, then attends: `out = softmax(q·kᵀ/√D, over keys 0..=p + t) · v` of query `t`, by
 /// heads, where `p` is the position of the first query.

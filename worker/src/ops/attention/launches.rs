@@ -5,8 +5,8 @@
 //! mask: where every head has its own and nothing is dropped, it pays for neither.
 
 use super::shape::AttentionShape;
-use crate::device::cuda::{Define, Grid, KernelSource};
-use crate::device::{Buffer, DType, DeviceError};
+use crate::cuda::{Define, Grid, KernelSource};
+use crate::memory::{Buffer, DType, DeviceError};
 use crate::ops::DropoutMask;
 use crate::ops::cuda::plan::{Call, count, element, is_aligned, kernels};
 

@@ -13,12 +13,12 @@
 
 use super::shape::AttentionShape;
 use crate::config::RopeScaling;
-use crate::device::cuda::{Define, Grid, KernelSource};
-use crate::device::{Buffer, Cpu, DeviceError};
-use crate::ops::Operation;
+use crate::cuda::{Define, Grid, KernelSource};
+use crate::memory::{Buffer, DeviceError};
 use crate::ops::cpu::kernel::{Real, by_dtype, kernel, ln, with_scratch};
 use crate::ops::cpu::stored::Stored;
 use crate::ops::cuda::plan::{Call, Plan, THREADS, count, element, kernels, vec_define, width};
+use crate::ops::{Cpu, Operation};
 
 /// Rows of one part of the work.
 const ROWS: usize = 16;

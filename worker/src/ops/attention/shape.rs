@@ -1,6 +1,6 @@
 //! Sizes of an attention, and where the queries, keys and values of a head lie.
 
-use crate::device::{Buffer, DeviceError};
+use crate::memory::{Buffer, DeviceError};
 use crate::ops::cpu::kernel::Real;
 use crate::ops::cpu::matrix::Matrix;
 use crate::ops::expect_len;

@@ -4,11 +4,10 @@
 //! its micro-kernels of that set.
 #![allow(unsafe_code, reason = "calls of `gemm`, passed on")]
 
+use super::processor::Isa;
 use gemm_common::Parallelism;
 use gemm_common::gemm::gemm_basic_generic;
 use gemm_common::simd::MixedSimd;
-
-use crate::device::Isa;
 
 /// `out = alpha · out + beta · lhs · rhs`, of column-major matrices by preference: sizes m, n, k; `out` with its strides
 /// between columns and rows, and whether it is read; `lhs`; `rhs`; alpha and beta; whether to conjugate each.

@@ -8,12 +8,13 @@
     reason = "so that it is compiled for each instruction set"
 )]
 
+use super::processor::Isa;
 use std::cell::RefCell;
 use std::fmt::Debug;
 use std::ops::{Add, AddAssign, Div, Mul, MulAssign, Neg, Sub};
 
 use super::gemm::Gemm;
-use crate::device::{Element, Isa};
+use crate::memory::Element;
 
 /// Defines a function that is compiled for each instruction set and takes the one to use as first argument.
 ///
@@ -24,7 +25,7 @@ macro_rules! kernel {
     ) -> $out:ty $body:block) => {
         $(#[$attribute])*
         $vis fn $name<$life, $real: $crate::ops::cpu::kernel::Real>(
-            isa: $crate::device::Isa,
+            isa: $crate::ops::Isa,
             $($arg: $type),*
         ) -> $out {
             struct Call<$life, $real> {
@@ -52,19 +53,19 @@ pub(crate) use kernel;
 macro_rules! by_dtype {
     ($op:expr, $dtype:expr, $stored:ident => $call:expr) => {
         match $dtype {
-            $crate::device::DType::F32 => {
+            $crate::memory::DType::F32 => {
                 type $stored = f32;
                 $call
             }
-            $crate::device::DType::F64 => {
+            $crate::memory::DType::F64 => {
                 type $stored = f64;
                 $call
             }
-            $crate::device::DType::Bf16 => {
+            $crate::memory::DType::Bf16 => {
                 type $stored = half::bf16;
                 $call
             }
-            other => Err($crate::device::DeviceError::Shape {
+            other => Err($crate::memory::DeviceError::Shape {
                 op: $op,
                 what: format!("takes f32, bf16 or f64, not {other}"),
             }),
@@ -77,7 +78,7 @@ pub(crate) use by_dtype;
 macro_rules! by_dtypes {
     ($op:expr, $dtype:expr, $grad_dtype:expr, ($stored:ident, $grad:ident) => $call:expr) => {
         match ($dtype, $grad_dtype) {
-            ($crate::device::DType::Bf16, $crate::device::DType::F32) => {
+            ($crate::memory::DType::Bf16, $crate::memory::DType::F32) => {
                 type $stored = half::bf16;
                 type $grad = f32;
                 $call

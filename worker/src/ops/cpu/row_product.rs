@@ -5,12 +5,12 @@
     reason = "so that it is compiled for each instruction set"
 )]
 
+use super::processor::Isa;
 use pulp::{Simd, WithSimd};
 
 use super::kernel::{LANES, Real, sum_lanes, update};
 use super::matrix::Matrix;
 use super::stored::Stored;
-use crate::device::Isa;
 
 /// Rows of the matrix that are added at a time: a single one leaves half of the memory's speed unused.
 const ROWS: usize = 4;

@@ -8,11 +8,12 @@
 //! Scratch memory belongs to the thread and is kept. A part's is bounded by the sizes that are written beside its
 //! operation, never by that of a whole weight or of all logits.
 
+use super::processor::Isa;
 use half::bf16;
 
 use super::kernel::{Real, update, with_scratch};
 use super::matrix::{Matrix, MatrixMut};
-use crate::device::{Element, Isa, dtype as convert};
+use crate::memory::{Element, dtype as convert};
 
 /// A type of the elements of buffers.
 pub(crate) trait Stored: Element {

@@ -25,7 +25,7 @@
 //! | `attention` | forward, backward in two kernels; in f32 arithmetic; bytes where no heads share | 4s·C a position; 12s·C |
 //! | `flash_forward`, `flash_backward` | the same on tensor cores, in bf16 (`flash.cuh`, `tensor_core.cuh`) | as above |
 //! | `decode` | appends to a key-value cache; attention by parts of the keys, and their sum | what is seen of the cache |
-//! | `linear` | none of ours: cuBLASLt ([`crate::device::cuda::Product`]) | operands and output once, at best |
+//! | `linear` | none of ours: cuBLASLt ([`crate::cuda::Product`]) | operands and output once, at best |
 //! | `linear` with `gelu` | those of both; none of ours where one pass is asked for and cuBLASLt has it | as both; in one pass as `linear`, and 2s·O for the GELU's input |
 //! | `cross_entropy` | losses; with the gradient in place; of a part of the logits: statistics, then the gradient | s; 2s; s, 2s |
 //! | `loss_sum` | the sum of losses, in f64 | 4 a loss |
@@ -35,7 +35,7 @@ pub(super) mod plan;
 pub(crate) use plan::kernels;
 pub use plan::{Arg, Call, Plan};
 
-use crate::device::DeviceError;
+use crate::memory::DeviceError;
 
 /// What an operation launches; none if it does not say so beforehand, or has no kernel.
 pub fn plan(op: &super::Op) -> Option<Result<Plan, DeviceError>> {

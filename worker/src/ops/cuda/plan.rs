@@ -5,8 +5,8 @@
 
 use std::borrow::Borrow;
 
-use crate::device::cuda::{CompileUnit, Define, DevicePtr, Grid, KernelSource, LaunchContext};
-use crate::device::{Buffer, DType, DeviceError};
+use crate::cuda::{CompileUnit, Define, DevicePtr, Grid, KernelSource, LaunchContext};
+use crate::memory::{Buffer, DType, DeviceError};
 
 /// The files that kernels include.
 const HEADERS: &[(&str, &str)] = &[

@@ -1,7 +1,7 @@
 //! What a card refuses of a launch, whatever the kernel does: limits of the CUDA C++ Programming Guide's table of compute
 //! capabilities.
 
-use ddp_worker::device::cuda::Arch;
+use ddp_worker::cuda::Arch;
 use ddp_worker::ops::cuda::{Arg, Call};
 
 use super::cubin::Resources;

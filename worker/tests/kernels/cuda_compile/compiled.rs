@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::thread::available_parallelism;
 
+use ddp_worker::cuda::{Arch, CompileUnit, Cubin, KernelCache, Nvrtc};
 use ddp_worker::device::DeviceError;
-use ddp_worker::device::cuda::{Arch, CompileUnit, Cubin, KernelCache, Nvrtc};
 
 /// The compiler, or none after a loud word.
 pub(crate) fn nvrtc() -> Option<Nvrtc> {

@@ -6,7 +6,7 @@
 
 use std::collections::BTreeMap;
 
-use ddp_worker::device::cuda::Cubin;
+use ddp_worker::cuda::Cubin;
 use object::read::elf::ElfFile64;
 use object::{Object, ObjectSection, ObjectSymbol, SymbolIndex};
 

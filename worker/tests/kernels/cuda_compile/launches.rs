@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 use std::path::Path;
 use std::sync::Arc;
 
-use ddp_worker::device::cuda::{CompileUnit, Define};
+use ddp_worker::cuda::{CompileUnit, Define};
 use ddp_worker::ops::cuda::Call;
 
 use super::card::{self, CARDS, Card};

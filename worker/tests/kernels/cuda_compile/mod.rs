@@ -21,8 +21,8 @@ mod paper;
 mod training;
 
 use compiled::nvrtc;
+use ddp_worker::cuda::{Arch, CompileUnit, Define, KernelCache, KernelSource};
 use ddp_worker::device::DeviceError;
-use ddp_worker::device::cuda::{Arch, CompileUnit, Define, KernelCache, KernelSource};
 
 static GOOD: KernelSource = KernelSource {
     file: "good.cu",

@@ -2,7 +2,7 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use ddp_worker::device::cuda::{CompileUnit, Grid, KernelSource};
+use ddp_worker::cuda::{CompileUnit, Grid, KernelSource};
 use ddp_worker::device::{ArenaSpec, Buffer, DType, Device};
 use ddp_worker::ops::cuda::{Arg, Call, Plan};
 

@@ -13,7 +13,7 @@ use parking_lot::Mutex;
 use super::calls::{self, DriverError, written};
 use super::driver::{CudaContext, RawStream, answer, driver_error, wait_until};
 use super::memory::{DeviceMemory, DevicePtr, PinnedMemory, PinnedPool};
-use crate::device::{DeviceError, Event, EventState, Fetch, Memory};
+use crate::memory::{DeviceError, Event, EventState, Fetch, Memory};
 
 /// Operations that an error of the stream names.
 const RECENT: usize = 8;
@@ -33,7 +33,7 @@ const PATIENCE: Duration = Duration::from_mins(30);
 
 /// One stream of CUDA's.
 #[derive(Debug)]
-pub(super) struct CudaStream {
+pub(crate) struct CudaStream {
     name: Arc<str>,
     raw: RawStream,
     context: Arc<CudaContext>,
@@ -44,7 +44,7 @@ pub(super) struct CudaStream {
 
 /// What changes as a stream is used.
 #[derive(Debug, Default)]
-pub(super) struct StreamState {
+pub(crate) struct StreamState {
     error: Option<DeviceError>,
     recent: VecDeque<&'static str>,
     scratch: Option<DeviceMemory>,
@@ -74,7 +74,7 @@ impl InFlight {
 
 impl CudaStream {
     /// A stream that does not synchronise with the default one. Work of an `urgent` one goes first.
-    pub(super) fn new(
+    pub(crate) fn new(
         name: &str,
         urgent: bool,
         context: &Arc<CudaContext>,
@@ -108,18 +108,18 @@ impl CudaStream {
     }
 
     /// For libraries that enqueue by themselves.
-    pub(super) const fn raw(&self) -> sys::CUstream {
+    pub(crate) const fn raw(&self) -> sys::CUstream {
         self.raw.0
     }
 
     /// For errors and traces.
-    pub(super) fn name(&self) -> &str {
+    pub(crate) fn name(&self) -> &str {
         &self.name
     }
 
     /// Enqueues something, unless an earlier attempt failed. The first error stays until the next
     /// synchronisation.
-    pub(super) fn attempt(
+    pub(crate) fn attempt(
         &self,
         op: &'static str,
         work: impl FnOnce(&mut StreamState) -> Result<(), DeviceError>,
@@ -137,12 +137,12 @@ impl CudaStream {
     }
 
     /// The error that made the stream skip, if one did; it stays.
-    pub(super) fn error(&self) -> Option<DeviceError> {
+    pub(crate) fn error(&self) -> Option<DeviceError> {
         self.state.lock().error.clone()
     }
 
     /// The event "all that is in the stream now has run"; `timed` if time is measured from or to it.
-    pub(super) fn record(&self, timed: bool) -> Result<CudaEvent, DeviceError> {
+    pub(crate) fn record(&self, timed: bool) -> Result<CudaEvent, DeviceError> {
         self.context.bind()?;
         let failed = |error| driver_error(format!("cannot record an event on stream `{}`", self.name), error);
         let event = CudaEvent {
@@ -157,7 +157,7 @@ impl CudaStream {
     }
 
     /// Blocks the host until the stream is empty; gives its first error and forgets it.
-    pub(super) fn synchronize(&self) -> Result<(), DeviceError> {
+    pub(crate) fn synchronize(&self) -> Result<(), DeviceError> {
         self.context.bind()?;
         // SAFETY: the stream is alive.
         let poll = || answer(unsafe { calls::stream_query(self.raw()) }, &self.name);
@@ -174,7 +174,7 @@ impl CudaStream {
 
     /// Scratch memory of at least so many bytes, for the operation that is being enqueued. The next operation of
     /// the stream may overwrite it.
-    pub(super) fn scratch(&self, state: &mut StreamState, bytes: usize) -> Result<DevicePtr, DeviceError> {
+    pub(crate) fn scratch(&self, state: &mut StreamState, bytes: usize) -> Result<DevicePtr, DeviceError> {
         // Freed first: both at once might not fit. That waits for the kernels that use it.
         if let Some(small) = state.scratch.take_if(|scratch| scratch.bytes() < bytes) {
             small.free(PATIENCE)?;
@@ -188,7 +188,7 @@ impl CudaStream {
     }
 
     /// Copies bytes of the host into device memory; they may be reused on return.
-    pub(super) fn upload(
+    pub(crate) fn upload(
         &self,
         state: &mut StreamState,
         target: DevicePtr,
@@ -221,7 +221,7 @@ impl CudaStream {
     }
 
     /// Bytes of device memory, once all that is in the stream has run.
-    pub(super) fn download(&self, source: DevicePtr, bytes: usize) -> Result<Vec<u8>, DeviceError> {
+    pub(crate) fn download(&self, source: DevicePtr, bytes: usize) -> Result<Vec<u8>, DeviceError> {
         let mut out = Vec::with_capacity(bytes);
         while out.len() < bytes {
             let length = STAGING_BYTES.min(bytes - out.len());
@@ -232,7 +232,7 @@ impl CudaStream {
     }
 
     /// Bytes of device memory that arrive while the host goes on.
-    pub(super) fn fetch(&self, source: DevicePtr, bytes: usize) -> Result<Fetch, DeviceError> {
+    pub(crate) fn fetch(&self, source: DevicePtr, bytes: usize) -> Result<Fetch, DeviceError> {
         if let Some(error) = self.error() {
             return Err(error);
         }
@@ -288,7 +288,7 @@ fn with_operations(mut error: DeviceError, recent: &[&'static str]) -> DeviceErr
 
 /// Events of one device that nobody waits for any more, for the next one who records.
 #[derive(Debug)]
-pub(super) struct EventPool {
+pub(crate) struct EventPool {
     context: Arc<CudaContext>,
     /// Untimed and timed ones.
     free: [Mutex<Vec<RawEvent>>; 2],
@@ -303,7 +303,7 @@ unsafe impl Send for RawEvent {}
 unsafe impl Sync for RawEvent {}
 
 impl EventPool {
-    pub(super) fn new(context: Arc<CudaContext>) -> Arc<Self> {
+    pub(crate) fn new(context: Arc<CudaContext>) -> Arc<Self> {
         Arc::new(Self {
             context,
             free: Default::default(),
@@ -344,7 +344,7 @@ impl Drop for EventPool {
 
 /// A point in a stream.
 #[derive(Debug)]
-pub(super) struct CudaEvent {
+pub(crate) struct CudaEvent {
     raw: RawEvent,
     timed: bool,
     stream: Arc<str>,
@@ -353,7 +353,7 @@ pub(super) struct CudaEvent {
 
 impl CudaEvent {
     /// Lets later work of `stream` run after it.
-    pub(super) fn hold(&self, stream: sys::CUstream) -> Result<(), DeviceError> {
+    pub(crate) fn hold(&self, stream: sys::CUstream) -> Result<(), DeviceError> {
         self.pool.context.bind()?;
         let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
         // SAFETY: event and stream are alive; the driver keeps what it needs of the event once this returns.

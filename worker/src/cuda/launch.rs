@@ -20,7 +20,7 @@ use super::matmul::{Product, Products, WORKSPACE_BYTES};
 use super::memory::{DevicePtr, address_of};
 use super::nvrtc::{Arch, CompileUnit, Define, KernelCache, Nvrtc};
 use super::stream::{CudaStream, StreamState};
-use crate::device::{Buffer, DType, DeviceError};
+use crate::memory::{Buffer, DType, DeviceError};
 
 /// Shared memory that a block may have without asking for more: what its kernel declares, and what the launch adds.
 const SHARED_WITHOUT_ASKING: usize = 48 << 10;
@@ -138,7 +138,7 @@ type KernelKey = (usize, Vec<Define>, &'static str);
 
 /// The kernels of one device, compiled when they are first asked for, its matrix products, and its options.
 #[derive(Debug)]
-pub(super) struct DeviceKernels {
+pub(crate) struct DeviceKernels {
     context: Arc<CudaContext>,
     options: CudaOptions,
     compiler: OnceLock<Result<(Nvrtc, Arch), DeviceError>>,
@@ -147,7 +147,7 @@ pub(super) struct DeviceKernels {
 }
 
 impl DeviceKernels {
-    pub(super) fn new(context: Arc<CudaContext>, options: CudaOptions) -> Self {
+    pub(crate) fn new(context: Arc<CudaContext>, options: CudaOptions) -> Self {
         Self {
             compiler: OnceLock::new(),
             loaded: RwLock::default(),
@@ -157,7 +157,7 @@ impl DeviceKernels {
         }
     }
 
-    pub(super) const fn context(&self) -> &Arc<CudaContext> {
+    pub(crate) const fn context(&self) -> &Arc<CudaContext> {
         &self.context
     }
 
@@ -238,7 +238,7 @@ impl DeviceKernels {
         Ok(Module { raw, context })
     }
 
-    pub(super) fn products(&self) -> Result<&Products, DeviceError> {
+    pub(crate) fn products(&self) -> Result<&Products, DeviceError> {
         let open = || Products::open(self.options.tf32);
         self.products.get_or_init(open).as_ref().map_err(Clone::clone)
     }
@@ -246,12 +246,12 @@ impl DeviceKernels {
 
 /// One operation's view of its device and stream.
 pub struct LaunchContext<'a> {
-    pub(super) op: &'static str,
-    pub(super) device: &'a DeviceKernels,
-    pub(super) stream: &'a CudaStream,
-    pub(super) state: &'a mut StreamState,
+    pub(crate) op: &'static str,
+    pub(crate) device: &'a DeviceKernels,
+    pub(crate) stream: &'a CudaStream,
+    pub(crate) state: &'a mut StreamState,
     /// The operation is prepared, not carried out, and this memory, of so many bytes, stands for all of its buffers.
-    pub(super) spare: Option<(DevicePtr, usize)>,
+    pub(crate) spare: Option<(DevicePtr, usize)>,
 }
 
 /// Addresses that differ by a multiple of it are equal to kernels.

@@ -14,15 +14,15 @@ use std::time::Instant;
 use cudarc::driver::sys;
 use parking_lot::{Mutex, RwLock};
 
-use super::calls;
-use super::driver::{CudaContext, GpuFacts, driver_error};
-use super::launch::{CudaOptions, DeviceKernels, LaunchContext};
-use super::memory::{DeviceMemory, DevicePtr, FETCH_BYTES, PinnedMemory, PinnedPool, address_of};
-use super::stream::{CudaEvent, CudaStream, EventPool, StreamState};
-use crate::device::{
+use super::{
     Arena, ArenaSpec, Buffer, Device, DeviceError, Event, Fetch, HostSide, HostWork, Stream,
     expect_same_bytes,
 };
+use crate::cuda::calls;
+use crate::cuda::driver::{CudaContext, GpuFacts, driver_error};
+use crate::cuda::launch::{CudaOptions, DeviceKernels, LaunchContext};
+use crate::cuda::memory::{DeviceMemory, DevicePtr, FETCH_BYTES, PinnedMemory, PinnedPool, address_of};
+use crate::cuda::stream::{CudaEvent, CudaStream, EventPool, StreamState};
 use crate::ops::Op;
 
 /// A GPU.

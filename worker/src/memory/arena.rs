@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-use super::memory::Memory;
+use super::host::Memory;
 use super::{DType, DeviceError, Element};
 
 /// Flat memory of one element type. Clones share it; it is freed with the last one.
@@ -314,7 +314,7 @@ impl Buffer {
     }
 
     /// Address of its first byte.
-    pub(super) fn byte_ptr(&self) -> Result<*mut u8, DeviceError> {
+    pub(crate) fn byte_ptr(&self) -> Result<*mut u8, DeviceError> {
         let base = self.arena.memory().host_ptr();
         let base = base.ok_or_else(|| DeviceError::NotHost(self.arena.name().to_owned()))?;
         // SAFETY: the range was checked against the arena's length, and the arena's end against that of its memory.
@@ -486,7 +486,7 @@ impl<T: Element> DerefMut for HostMut<'_, T> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::HostMemory;
+    use crate::memory::HostMemory;
 
     fn of(dtype: DType, len: usize, bytes: usize) -> Arena {
         let memory = HostMemory::private("test", bytes).unwrap();

@@ -18,11 +18,11 @@ use cudarc::driver::sys::CUstream;
 use parking_lot::Mutex;
 
 use super::memory::DevicePtr;
-use crate::device::{DType, DeviceError};
 use crate::libraries::{Library, LibraryError, LibraryKind, table};
+use crate::memory::{DType, DeviceError};
 
 /// Scratch memory that an algorithm may use, as NVIDIA recommends for Hopper; others need less.
-pub(super) const WORKSPACE_BYTES: usize = 32 << 20;
+pub(crate) const WORKSPACE_BYTES: usize = 32 << 20;
 
 /// Alignment beyond which none is faster.
 const BEST_ALIGNMENT: u32 = 256;
@@ -73,7 +73,7 @@ impl Product {
     }
 
     /// Bytes that the largest of its matrices takes, at most.
-    pub(super) fn extent(&self) -> usize {
+    pub(crate) fn extent(&self) -> usize {
         let stored = |side: Operand, rows, cols| side.stride * if side.transposed { cols } else { rows };
         let operands = stored(self.lhs, self.rows, self.inner).max(stored(self.rhs, self.inner, self.cols));
         let bytes = self.dtype.bytes().max(self.out_dtype.bytes());
@@ -111,7 +111,7 @@ struct Prepared {
 
 /// The library with its context on one device, and the matrix products that it was asked for.
 #[derive(Debug)]
-pub(super) struct Products {
+pub(crate) struct Products {
     library: Library,
     functions: Functions,
     context: Handle,
@@ -127,7 +127,7 @@ unsafe impl Sync for Products {}
 
 impl Products {
     /// Opens the library on the device whose context is current. The library's context lives as long as the process.
-    pub(super) fn open(tf32: bool) -> Result<Self, DeviceError> {
+    pub(crate) fn open(tf32: bool) -> Result<Self, DeviceError> {
         let library = Library::open(LibraryKind::CublasLt)?;
         // Its first call would fail with a status that does not name versions.
         if let Some(newer) = library.newer_than_driver() {
@@ -166,7 +166,7 @@ impl Products {
     }
 
     /// Puts a product on a stream of the device, whose context is current. The workspace has [`WORKSPACE_BYTES`] bytes.
-    pub(super) fn enqueue(
+    pub(crate) fn enqueue(
         &self,
         product: &Product,
         workspace: DevicePtr,

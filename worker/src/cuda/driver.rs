@@ -16,8 +16,8 @@ use serde::{Deserialize, Serialize};
 
 use super::calls::{self, DriverError, written};
 use super::nvrtc::Arch;
-use crate::device::DeviceError;
 use crate::libraries::LibraryError;
+use crate::memory::DeviceError;
 
 /// Longest wait for what is in flight before memory of something that is dropped is given back. Whoever wants it back waits
 /// for the device before; of what is dropped with work in flight the memory can as well go with the process.
@@ -34,7 +34,7 @@ const MEMORY_POLL: Duration = Duration::from_millis(100);
 
 /// A stream as the driver knows it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct RawStream(pub(super) sys::CUstream);
+pub(crate) struct RawStream(pub(crate) sys::CUstream);
 
 // SAFETY: streams may be used by any thread that has made the context its current one.
 unsafe impl Send for RawStream {}
@@ -111,7 +111,7 @@ impl CudaContext {
     }
 
     /// A kernel was refused with this error. After a failure of the device every call is: the first has the best words.
-    pub(super) fn refused(&self, code: DriverError, error: DeviceError) -> DeviceError {
+    pub(crate) fn refused(&self, code: DriverError, error: DeviceError) -> DeviceError {
         if is_of_a_kernel(code) {
             // The first stays.
             let _ = self.failure.set(error.clone());
@@ -120,17 +120,17 @@ impl CudaContext {
     }
 
     /// What is known to be the cause of an error of the driver's, or the error itself.
-    pub(super) fn explain(&self, error: DeviceError) -> DeviceError {
+    pub(crate) fn explain(&self, error: DeviceError) -> DeviceError {
         self.failure.get().cloned().unwrap_or(error)
     }
 
     /// Those that are waited for before memory is freed.
-    pub(super) const fn streams(&self) -> &Streams {
+    pub(crate) const fn streams(&self) -> &Streams {
         &self.streams
     }
 
     /// Allocates `bytes`. Does not wait for more than the whole device has.
-    pub(super) fn await_memory<T>(
+    pub(crate) fn await_memory<T>(
         &self,
         bytes: usize,
         allocate: impl FnMut() -> Result<T, DriverError>,
@@ -147,7 +147,7 @@ impl CudaContext {
     }
 
     /// How much of its memory this process holds.
-    pub(super) const fn account(&self) -> &Account {
+    pub(crate) const fn account(&self) -> &Account {
         &self.account
     }
 
@@ -159,7 +159,7 @@ impl CudaContext {
 
     /// Waits, no longer than `patience`, until nothing is in flight, so that memory may be given back. An error if that is
     /// not to be: the device has failed, does not come to an end, or was abandoned.
-    pub(super) fn come_to_rest(&self, patience: Duration) -> Result<(), DeviceError> {
+    pub(crate) fn come_to_rest(&self, patience: Duration) -> Result<(), DeviceError> {
         self.bind()?;
         self.streams.come_to_rest(patience, |stream| {
             if self.abandoned.load(Ordering::Relaxed) {
@@ -172,7 +172,7 @@ impl CudaContext {
 
     /// For a `drop`: waits a few seconds at most, and of many that are dropped one after the other only for the first.
     /// False: the memory must stay until the process ends.
-    pub(super) fn comes_to_rest(&self) -> bool {
+    pub(crate) fn comes_to_rest(&self) -> bool {
         let was_late = self.is_late.load(Ordering::Relaxed);
         let patience = if was_late { Duration::ZERO } else { DROP_PATIENCE };
         let outcome = self.come_to_rest(patience);
@@ -309,7 +309,7 @@ pub fn has_device_nodes() -> bool {
 }
 
 /// The result of a query; none for "not yet".
-pub(super) fn answer(answer: Result<(), DriverError>, stream: &str) -> Option<Result<(), DeviceError>> {
+pub(crate) fn answer(answer: Result<(), DriverError>, stream: &str) -> Option<Result<(), DeviceError>> {
     match answer {
         Ok(()) => Some(Ok(())),
         Err(error) if error.is(Code::CUDA_ERROR_NOT_READY) => None,
@@ -318,7 +318,7 @@ pub(super) fn answer(answer: Result<(), DriverError>, stream: &str) -> Option<Re
 }
 
 /// Asks until there is an answer. The driver's own way to wait has no deadline.
-pub(super) fn wait_until(
+pub(crate) fn wait_until(
     mut poll: impl FnMut() -> Option<Result<(), DeviceError>>,
     deadline: Instant,
     what: impl Fn() -> String,
@@ -344,7 +344,7 @@ pub(super) fn wait_until(
 }
 
 /// An answer of the driver, in its own words.
-pub(super) fn driver_error(doing: String, error: DriverError) -> DeviceError {
+pub(crate) fn driver_error(doing: String, error: DriverError) -> DeviceError {
     let known = HINTS.iter().find(|(code, _)| error.0 == *code);
     let hint = match known {
         Some((_, hint)) => hint,
@@ -357,7 +357,7 @@ pub(super) fn driver_error(doing: String, error: DriverError) -> DeviceError {
 }
 
 /// The same, where it is known what to do about it.
-pub(super) fn driver_error_with(doing: String, error: DriverError, hint: String) -> DeviceError {
+pub(crate) fn driver_error_with(doing: String, error: DriverError, hint: String) -> DeviceError {
     DeviceError::Driver {
         doing,
         cause: error.words(),
@@ -419,22 +419,22 @@ fn is_of_a_kernel(error: DriverError) -> bool {
 
 /// All that are alive.
 #[derive(Debug, Default)]
-pub(super) struct Streams(Mutex<Vec<RawStream>>);
+pub(crate) struct Streams(Mutex<Vec<RawStream>>);
 
 impl Streams {
-    pub(super) fn add(&self, stream: RawStream) {
+    pub(crate) fn add(&self, stream: RawStream) {
         self.0.lock().push(stream);
     }
 
     /// From now on it is asked nothing, so that it can be destroyed.
-    pub(super) fn remove(&self, stream: RawStream) {
+    pub(crate) fn remove(&self, stream: RawStream) {
         self.0.lock().retain(|other| *other != stream);
     }
 
     /// Waits, no longer than `patience`, until `is_empty` was true of each of these streams, or the stream is
     /// gone; an error of `is_empty` ends the wait. Nobody can destroy a stream while it is asked: what the driver does with the
     /// handle of one that was destroyed is not defined.
-    pub(super) fn come_to_rest(
+    pub(crate) fn come_to_rest(
         &self,
         patience: Duration,
         is_empty: impl Fn(RawStream) -> Option<Result<(), DeviceError>>,
@@ -462,7 +462,7 @@ const LARGEST_NAMED: usize = 6;
 
 /// How many bytes of a device this process holds, by name.
 #[derive(Debug, Default)]
-pub(super) struct Account(Mutex<Balance>);
+pub(crate) struct Account(Mutex<Balance>);
 
 #[derive(Debug, Default)]
 struct Balance {
@@ -472,14 +472,14 @@ struct Balance {
 }
 
 impl Account {
-    pub(super) fn add(&self, name: &str, bytes: usize) {
+    pub(crate) fn add(&self, name: &str, bytes: usize) {
         let mut balance = self.0.lock();
         *balance.held.entry(name.to_owned()).or_default() += bytes;
         balance.bytes += bytes;
         balance.peak = balance.peak.max(balance.bytes);
     }
 
-    pub(super) fn subtract(&self, name: &str, bytes: usize) {
+    pub(crate) fn subtract(&self, name: &str, bytes: usize) {
         let mut balance = self.0.lock();
         balance.bytes = balance.bytes.saturating_sub(bytes);
         if let Some(held) = balance.held.get_mut(name) {
@@ -491,17 +491,17 @@ impl Account {
     }
 
     /// Bytes held now.
-    pub(super) fn bytes(&self) -> usize {
+    pub(crate) fn bytes(&self) -> usize {
         self.0.lock().bytes
     }
 
     /// Most bytes held at one time.
-    pub(super) fn peak(&self) -> usize {
+    pub(crate) fn peak(&self) -> usize {
         self.0.lock().peak
     }
 
     /// `params 496 MiB, gradients 248 MiB, 3 others 1 MiB`: the largest first.
-    pub(super) fn words(&self) -> String {
+    pub(crate) fn words(&self) -> String {
         let balance = self.0.lock();
         let mut held: Vec<_> = balance.held.iter().map(|(name, bytes)| (*bytes, name)).collect();
         held.sort_unstable_by(|a, b| b.cmp(a));
@@ -521,7 +521,7 @@ impl Account {
     }
 }
 
-pub(super) fn mib(bytes: usize) -> String {
+pub(crate) fn mib(bytes: usize) -> String {
     format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20))
 }
 

@@ -7,7 +7,7 @@ use std::sync::OnceLock;
 use parking_lot::Mutex;
 use pulp::{Arch, WithSimd};
 
-use super::DeviceError;
+use crate::memory::DeviceError;
 
 /// The threads of this rank, and the instruction set of its kernels.
 #[derive(Debug)]

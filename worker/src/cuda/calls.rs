@@ -22,18 +22,18 @@ use crate::libraries::{Library, LibraryError, LibraryKind, table};
 
 /// What a function answers that has not succeeded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct DriverError(pub(super) c_uint);
+pub(crate) struct DriverError(pub(crate) c_uint);
 
 impl DriverError {
     const NOT_STARTED: Self = Self(Code::CUDA_ERROR_NOT_INITIALIZED as c_uint);
 
     /// True if it is this one.
-    pub(super) fn is(self, code: Code) -> bool {
+    pub(crate) fn is(self, code: Code) -> bool {
         self.0 == code as c_uint
     }
 
     /// `CUDA_ERROR_NO_DEVICE: no CUDA-capable device is detected`
-    pub(super) fn words(self) -> String {
+    pub(crate) fn words(self) -> String {
         let text = |function: unsafe fn(c_uint, *mut *const c_char) -> Result<(), DriverError>| {
             // SAFETY: the function writes the address of a constant string, or null and an error.
             let text = written(ptr::null(), |text| unsafe { function(self.0, text) }).ok()?;
@@ -78,7 +78,7 @@ macro_rules! calls {
             ///
             /// # Safety
             /// What is passed is alive, and where the function writes there is room: see the driver's documentation.
-            pub(super) unsafe fn $name($($arg: $type),*) -> Result<(), DriverError> {
+            pub(crate) unsafe fn $name($($arg: $type),*) -> Result<(), DriverError> {
                 let functions = $loaded.get().ok_or(DriverError::NOT_STARTED)?;
                 // SAFETY: the caller's promise.
                 answer(unsafe { (functions.$name)($($arg),*) })
@@ -187,7 +187,7 @@ calls! {
 }
 
 /// What a function writes at the address that it is given, which holds `value` before.
-pub(super) fn written<T>(
+pub(crate) fn written<T>(
     mut value: T,
     call: impl FnOnce(*mut T) -> Result<(), DriverError>,
 ) -> Result<T, DriverError> {
@@ -196,7 +196,7 @@ pub(super) fn written<T>(
 }
 
 /// Opens the driver's library, once a process. From then on what needs no context can be called.
-pub(super) fn load() -> Result<&'static Library, LibraryError> {
+pub(crate) fn load() -> Result<&'static Library, LibraryError> {
     static LIBRARY: OnceLock<Result<Library, LibraryError>> = OnceLock::new();
     let open = || {
         let library = Library::open(LibraryKind::Cuda)?;
@@ -208,7 +208,7 @@ pub(super) fn load() -> Result<&'static Library, LibraryError> {
 }
 
 /// From now on what a context needs can be called too.
-pub(super) fn load_contexts() -> Result<(), LibraryError> {
+pub(crate) fn load_contexts() -> Result<(), LibraryError> {
     let contexts = Contexts::load(load()?)?;
     CONTEXTS.get_or_init(|| contexts);
     Ok(())

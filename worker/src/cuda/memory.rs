@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 
 use super::calls::{self, DriverError, written};
 use super::driver::{CudaContext, driver_error, mib};
-use crate::device::{Buffer, DeviceError, Memory};
+use crate::memory::{Buffer, DeviceError, Memory};
 
 /// An address in device memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -50,7 +50,7 @@ pub struct DeviceMemory {
 
 impl DeviceMemory {
     /// Allocates and zeroes; both are done on return.
-    pub(super) fn new(context: &Arc<CudaContext>, name: &str, bytes: usize) -> Result<Self, DeviceError> {
+    pub(crate) fn new(context: &Arc<CudaContext>, name: &str, bytes: usize) -> Result<Self, DeviceError> {
         context.bind()?;
         let length = bytes.max(1);
         let allocate = || {
@@ -83,7 +83,7 @@ impl DeviceMemory {
     }
 
     /// Frees it once nothing is in flight on the device. An error if that takes longer than `patience`, or will never be.
-    pub(super) fn free(mut self, patience: Duration) -> Result<(), DeviceError> {
+    pub(crate) fn free(mut self, patience: Duration) -> Result<(), DeviceError> {
         self.context.come_to_rest(patience)?;
         self.release();
         Ok(())
@@ -150,7 +150,7 @@ const fn never_fits(held: usize, bytes: usize, all: usize) -> bool {
 
 /// Page-locked memory of the host, which copies to and from the device need to be asynchronous.
 #[derive(Debug)]
-pub(super) struct PinnedMemory {
+pub(crate) struct PinnedMemory {
     ptr: NonNull<u8>,
     bytes: usize,
     context: Arc<CudaContext>,
@@ -175,7 +175,7 @@ unsafe impl Memory for PinnedMemory {
 
 impl PinnedMemory {
     /// Allocates zeroed memory.
-    pub(super) fn new(context: &Arc<CudaContext>, bytes: usize) -> Result<Self, DeviceError> {
+    pub(crate) fn new(context: &Arc<CudaContext>, bytes: usize) -> Result<Self, DeviceError> {
         context.bind()?;
         let length = bytes.max(1);
         let refuse = |cause| DeviceError::OutOfMemory {
@@ -202,7 +202,7 @@ impl PinnedMemory {
     }
 
     /// Its first byte, for copies that the caller orders.
-    pub(super) const fn ptr(&self) -> *mut u8 {
+    pub(crate) const fn ptr(&self) -> *mut u8 {
         self.ptr.as_ptr()
     }
 }
@@ -217,23 +217,23 @@ impl Drop for PinnedMemory {
 }
 
 /// Most bytes that are fetched while the host goes on: whoever fetches more waits for it. No buffer of the pool has less.
-pub(super) const FETCH_BYTES: usize = 64 << 10;
+pub(crate) const FETCH_BYTES: usize = 64 << 10;
 
 /// Page-locked buffers whose copies have ended, for the next ones.
 #[derive(Debug)]
-pub(super) struct PinnedPool {
+pub(crate) struct PinnedPool {
     context: Arc<CudaContext>,
     free: Mutex<Vec<PinnedMemory>>,
 }
 
 impl PinnedPool {
-    pub(super) fn new(context: Arc<CudaContext>) -> Arc<Self> {
+    pub(crate) fn new(context: Arc<CudaContext>) -> Arc<Self> {
         let free = Mutex::default();
         Arc::new(Self { context, free })
     }
 
     /// A buffer of at least so many bytes.
-    pub(super) fn take(&self, bytes: usize) -> Result<PinnedMemory, DeviceError> {
+    pub(crate) fn take(&self, bytes: usize) -> Result<PinnedMemory, DeviceError> {
         let recycled = {
             let mut free = self.free.lock();
             let fits = free.iter().position(|memory| memory.bytes() >= bytes);
@@ -243,14 +243,14 @@ impl PinnedPool {
     }
 
     /// Gives a buffer back that no copy uses any more.
-    pub(super) fn put(&self, memory: PinnedMemory) {
+    pub(crate) fn put(&self, memory: PinnedMemory) {
         let mut free = self.free.lock();
         free.push(memory);
     }
 }
 
 /// Address of a buffer in the memory of this device.
-pub(super) fn address_of(buffer: &Buffer, context: &CudaContext) -> Result<DevicePtr, DeviceError> {
+pub(crate) fn address_of(buffer: &Buffer, context: &CudaContext) -> Result<DevicePtr, DeviceError> {
     match buffer.arena().memory_as::<DeviceMemory>() {
         Some(memory) if memory.context.ordinal() == context.ordinal() => {
             Ok(memory.address().offset(buffer.start()))

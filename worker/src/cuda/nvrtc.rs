@@ -11,8 +11,8 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::{fmt, ptr};
 
-use crate::device::DeviceError;
 use crate::libraries::{Library, LibraryError, LibraryKind, Version, table};
+use crate::memory::DeviceError;
 
 /// `NVRTC_SUCCESS`
 const SUCCESS: c_int = 0;
