@@ -8,6 +8,7 @@
 pub mod checkpoint;
 pub mod collective;
 pub mod config;
+pub mod costs;
 pub mod cuda;
 pub mod data;
 pub mod device;

@@ -192,14 +192,14 @@ pub struct MetricsLine {
     pub memory: Memory,
 }
 
-/// Arithmetic of the model a second, over all ranks: that of [`crate::plan::Work`], without what recomputation repeats.
+/// Arithmetic of the model a second, over all ranks: that of [`crate::costs::Work`], without what recomputation repeats.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Achieved {
     /// Floating-point operations a second.
     pub model_flops_per_s: f64,
     /// Model FLOP utilisation: its share of the peak rate of all ranks' GPUs in `train.precision` (Chowdhery et al. 2022,
-    /// section 4.1). None on CPUs, and for GPUs without a data sheet in [`crate::plan::Accelerator`].
+    /// section 4.1). None on CPUs, and for GPUs without a data sheet in [`crate::costs::Accelerator`].
     #[serde(skip_serializing_if = "Option::is_none")]
     pub mfu: Option<f64>,
 }

@@ -14,12 +14,12 @@ use crate::session::Cancel;
 const TIMEOUT: Duration = Duration::from_mins(1);
 
 /// One rank of a mesh.
-pub(super) fn idle_world(mesh: MeshShape, rank: usize) -> World {
+pub(crate) fn idle_world(mesh: MeshShape, rank: usize) -> World {
     idle_world_on(Arc::new(IdleDevice), mesh, rank)
 }
 
 /// The same on another device without memory.
-pub(super) fn idle_world_on(device: Arc<dyn Device>, mesh: MeshShape, rank: usize) -> World {
+pub(crate) fn idle_world_on(device: Arc<dyn Device>, mesh: MeshShape, rank: usize) -> World {
     let cancel = Cancel::default();
     let ranks = IdleRanks {
         members: (0..mesh.ranks()).collect(),

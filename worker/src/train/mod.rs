@@ -19,34 +19,29 @@
 //! | `step/` | the loop over the steps, and one step |
 //! | `checkpointing/` | saving, resuming, and the global batch of a run that is resumed on other ranks |
 //! | `reporting/` | the console, and the steps whose timeline is written |
-//! | `planning/` | what a strategy and a layout cost, before anything is allocated |
 
 mod checkpointing;
 mod device_choice;
 mod error;
-mod idle_world;
-mod planning;
-mod rank_spec;
+pub(crate) mod idle_world;
+pub(crate) mod rank_spec;
 mod rank_table;
 mod recorder;
-mod replica;
+pub(crate) mod replica;
 mod reporting;
 mod row_state;
 mod run;
-mod run_row;
+pub(crate) mod run_row;
 mod setup;
 mod startup_table;
 mod step;
-mod strategy;
+pub(crate) mod strategy;
 mod warm_up;
 mod world;
 
 pub use checkpointing::check_initial_weights;
 pub use error::TrainError;
-pub use planning::{
-    Adjustment, Advice, Candidate, Comparison, Estimate, Footprint, FoundLayout, LayoutSearch, Machines,
-    StepTraffic,
-};
+pub use reporting::Footprint;
 pub use run::{run_worker, run_worker_with};
 pub use setup::Substitutes;
 pub use step::RunSummary;

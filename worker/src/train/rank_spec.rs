@@ -26,27 +26,27 @@ use crate::parallel::{
 
 /// What a rank holds and does.
 #[derive(Clone)]
-pub(super) struct RankSpec {
+pub(crate) struct RankSpec {
     /// Global rank.
-    pub(super) rank: usize,
+    pub(crate) rank: usize,
     /// The part of the model that the rank holds.
-    pub(super) model: Model,
+    pub(crate) model: Model,
     /// The layout of the gradients of that part.
-    pub(super) layout: Arc<GradientLayout>,
-    pub(super) strategy: ShardingStrategy,
-    pub(super) plan: Arc<PipelinePlan>,
+    pub(crate) layout: Arc<GradientLayout>,
+    pub(crate) strategy: ShardingStrategy,
+    pub(crate) plan: Arc<PipelinePlan>,
 }
 
 impl RankSpec {
     /// The rank that `env` describes.
-    pub(super) fn of(config: &TrainConfig, env: &WorkerEnv) -> Result<Self, TrainError> {
+    pub(crate) fn of(config: &TrainConfig, env: &WorkerEnv) -> Result<Self, TrainError> {
         let mesh = mesh(config, env)?;
         let plan = Arc::new(pipeline_plan(config)?);
         Self::new(config, mesh, &plan, env.rank.get() as usize)
     }
 
     /// A rank of a mesh. `plan` may be for fewer micro-batches than the configuration.
-    pub(super) fn new(
+    pub(crate) fn new(
         config: &TrainConfig,
         mesh: MeshShape,
         plan: &Arc<PipelinePlan>,
@@ -63,7 +63,7 @@ impl RankSpec {
     }
 
     /// The layout of the gradients of a rank with the blocks of all stages.
-    pub(super) fn whole_layout(&self, config: &TrainConfig) -> Result<Arc<GradientLayout>, TrainError> {
+    pub(crate) fn whole_layout(&self, config: &TrainConfig) -> Result<Arc<GradientLayout>, TrainError> {
         if self.model.part.chunks.is_none() {
             return Ok(self.layout.clone());
         }
@@ -76,7 +76,7 @@ impl RankSpec {
 
     /// In which order the norm is summed, over the ranks that hold one copy of the model with this one. A pure function: it
     /// lays out what each of them holds. `whole` is [`RankSpec::whole_layout`].
-    pub(super) fn norm_order(
+    pub(crate) fn norm_order(
         &self,
         config: &TrainConfig,
         whole: &GradientLayout,
@@ -102,7 +102,7 @@ impl RankSpec {
     }
 
     /// Connects to the other ranks. Every rank must call it.
-    pub(super) fn connect(&self, world: &World, config: &TrainConfig) -> Result<Groups, TrainError> {
+    pub(crate) fn connect(&self, world: &World, config: &TrainConfig) -> Result<Groups, TrainError> {
         let set = ReplicaSet::of(&world.mesh, &self.model.params)?;
         Ok(Groups {
             gathers: match self.strategy.reshard_policy(&config.parallel) {
@@ -117,7 +117,7 @@ impl RankSpec {
     }
 
     /// Allocates parameters and gradients. Every rank must call it.
-    pub(super) fn allocate(
+    pub(crate) fn allocate(
         &self,
         world: &World,
         config: &TrainConfig,
@@ -139,7 +139,7 @@ impl RankSpec {
     }
 
     /// The rank in an idle world, with an arena of these bytes for activations.
-    pub(super) fn idle(
+    pub(crate) fn idle(
         &self,
         config: &TrainConfig,
         world: &World,
@@ -153,7 +153,7 @@ impl RankSpec {
     }
 
     /// Bytes of the arena in which the activations of all micro-batches in flight find a place.
-    pub(super) fn activations(&self, config: &TrainConfig) -> Result<usize, TrainError> {
+    pub(crate) fn activations(&self, config: &TrainConfig) -> Result<usize, TrainError> {
         let mesh = self.strategy.mesh;
         // One after the other, micro-batches use the same memory. Else the last step of an epoch may be short.
         let is_piped = mesh.size(&[Axis::Pipeline]) > 1;

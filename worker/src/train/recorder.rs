@@ -11,10 +11,10 @@ use super::TrainError;
 use super::reporting::{Pace, say, warn};
 use super::step::{StepRecord, TrainerParts};
 use super::strategy::work;
+use crate::costs::Accelerator;
 use crate::metrics::{
     self, Achieved, EventFile, MetricsLine, MetricsLog, RunDir, RunFilesError, Validations,
 };
-use crate::plan::Accelerator;
 
 /// The kernel walks all page tables for the proportional size, some 20 ms for a GiB: not in every step.
 const REFRESH: Duration = Duration::from_secs(1);

@@ -3,7 +3,7 @@
 
 use ddp_proto::words::{bytes, counted, grouped};
 
-use super::planning::Footprint;
+use super::reporting::Footprint;
 use super::setup::Prepared;
 use super::step::TrainerParts;
 use super::world::is_restarted;

@@ -18,28 +18,28 @@ use super::TrainError;
 use crate::config::{
     self, Accumulate, OptimizerConfig, OptimizerKind, Parallel, Problem, Strategy, TrainConfig,
 };
+use crate::costs::Work;
 use crate::data::Vocabulary;
 use crate::mesh::{Axis, GRADIENTS, MeshShape};
 use crate::model::{self, Model, ModelPart};
 use crate::optim::{Optimizer, ParamGroups, StateMemory};
 use crate::parallel::pipeline::{LayerCosts, PipelinePlan};
 use crate::parallel::{Dtypes, GradientLayout, LayoutConfig, Parameters, ReshardPolicy, Sharding};
-use crate::plan::Work;
 
 /// The strategy of `parallel.strategy` on a mesh: what is sharded, over which ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct ShardingStrategy {
+pub(crate) struct ShardingStrategy {
     /// [`Strategy::Ddp`] where nothing can be sharded.
-    pub(super) strategy: Strategy,
-    pub(super) mesh: MeshShape,
+    pub(crate) strategy: Strategy,
+    pub(crate) mesh: MeshShape,
     /// What is held of the gradients of other ranks' parameters. With `None` all ranks get all sums, and with `ddp` and
     /// `Sharded`, in every micro-batch.
-    pub(super) accumulate: Option<Accumulate>,
+    pub(crate) accumulate: Option<Accumulate>,
 }
 
 impl ShardingStrategy {
     /// A pure function, so that every rank decides the same.
-    pub(super) fn new(parallel: &Parallel, micro_batches: usize, mesh: MeshShape) -> Self {
+    pub(crate) fn new(parallel: &Parallel, micro_batches: usize, mesh: MeshShape) -> Self {
         let strategy = match mesh.size(&[Axis::Shard]) {
             1 => Strategy::Ddp,
             _ => parallel.strategy,
@@ -61,12 +61,12 @@ impl ShardingStrategy {
     }
 
     /// Ranks that hold one copy of the state.
-    pub(super) fn shard_ranks(&self) -> usize {
+    pub(crate) fn shard_ranks(&self) -> usize {
         self.mesh.size(&[Axis::Shard])
     }
 
     /// What stays gathered of the parameters.
-    pub(super) fn reshard_policy(&self, parallel: &Parallel) -> ReshardPolicy {
+    pub(crate) fn reshard_policy(&self, parallel: &Parallel) -> ReshardPolicy {
         match self.strategy {
             Strategy::Ddp | Strategy::Zero1 | Strategy::Zero2 => ReshardPolicy::KeepAll,
             Strategy::Zero3 => ReshardPolicy::Release {
@@ -77,7 +77,7 @@ impl ShardingStrategy {
     }
 
     /// Which rank owns what, for a rank of the shard group.
-    pub(super) fn sharding(&self, layout: &GradientLayout, rank: usize) -> Sharding {
+    pub(crate) fn sharding(&self, layout: &GradientLayout, rank: usize) -> Sharding {
         let shard = self.shard_ranks();
         match (self.strategy, self.accumulate) {
             (Strategy::Ddp, None) => Sharding::replicated(layout),
@@ -91,7 +91,7 @@ impl ShardingStrategy {
 }
 
 /// The mesh of a job, if the optimizer can work on it.
-pub(super) fn mesh(config: &TrainConfig, env: &WorkerEnv) -> Result<MeshShape, TrainError> {
+pub(crate) fn mesh(config: &TrainConfig, env: &WorkerEnv) -> Result<MeshShape, TrainError> {
     let mesh = MeshShape::new(&config.parallel, env).map_err(TrainError::Mesh)?;
     check_whole_matrices(&config.train.optimizer, &mesh)?;
     model::check_rows(config).map_err(TrainError::Mesh)?;
@@ -99,7 +99,7 @@ pub(super) fn mesh(config: &TrainConfig, env: &WorkerEnv) -> Result<MeshShape, T
 }
 
 /// A part of the model, and the layout of its gradients.
-pub(super) fn held(
+pub(crate) fn held(
     config: &TrainConfig,
     mesh: &MeshShape,
     part: &ModelPart,
@@ -124,7 +124,7 @@ fn check_whole_matrices(config: &OptimizerConfig, mesh: &MeshShape) -> Result<()
 }
 
 /// Arithmetic of a token in a layer, and in the head.
-pub(super) fn layer_work(config: &TrainConfig) -> Result<[Work; 2], TrainError> {
+pub(crate) fn layer_work(config: &TrainConfig) -> Result<[Work; 2], TrainError> {
     let vocabulary = match config.model.vocab_size {
         Some(size) => size,
         None => Vocabulary::of(&config.data.tokenizer)?.size,
@@ -140,7 +140,7 @@ pub(super) fn layer_work(config: &TrainConfig) -> Result<[Work; 2], TrainError> 
 }
 
 /// Arithmetic of a token.
-pub(super) fn work(config: &TrainConfig) -> Result<Work, TrainError> {
+pub(crate) fn work(config: &TrainConfig) -> Result<Work, TrainError> {
     let [layer, head] = layer_work(config)?;
     let layers = config.model.n_layer as u64;
     Ok(Work {
@@ -166,7 +166,7 @@ pub fn pipeline_plan(config: &TrainConfig) -> Result<PipelinePlan, TrainError> {
 }
 
 /// What a rank holds of the model: a pure function, so that every rank knows it of all others.
-pub(super) fn part_of(config: &TrainConfig, mesh: &MeshShape, plan: &PipelinePlan, rank: usize) -> ModelPart {
+pub(crate) fn part_of(config: &TrainConfig, mesh: &MeshShape, plan: &PipelinePlan, rank: usize) -> ModelPart {
     let tensor = mesh.size(&[Axis::Tensor]);
     let is_piped = mesh.size(&[Axis::Pipeline]) > 1;
     ModelPart {
@@ -196,7 +196,7 @@ fn check_groups(config: &OptimizerConfig, model: &Model) -> Result<(), TrainErro
 }
 
 /// A part of the model that the configuration describes.
-pub(super) fn network(config: &TrainConfig, dtypes: Dtypes, part: &ModelPart) -> Result<Model, TrainError> {
+pub(crate) fn network(config: &TrainConfig, dtypes: Dtypes, part: &ModelPart) -> Result<Model, TrainError> {
     let vocabulary = Vocabulary::of(&config.data.tokenizer)?.size;
     let model = model::build_part(&config.model, vocabulary, part)?;
     Ok(model::recomputing(model, config.train.recompute).with_dtype(dtypes.params))
@@ -204,7 +204,7 @@ pub(super) fn network(config: &TrainConfig, dtypes: Dtypes, part: &ModelPart) ->
 
 /// The optimizer with the state of what this rank owns, in `home`. It has masters if the parameters are not f32 or not near
 /// the state. Every rank must call it.
-pub(super) fn optimizer(
+pub(crate) fn optimizer(
     parameters: &Parameters,
     home: StateMemory,
     config: &TrainConfig,

@@ -26,15 +26,15 @@ pub type WrapTransport = Arc<dyn Fn(Box<dyn Transport>) -> Box<dyn Transport> + 
 
 /// This rank's device, stream and communicators. Clones are the same rank.
 #[derive(Clone)]
-pub(super) struct World {
+pub(crate) struct World {
     /// Runs the operations.
-    pub(super) device: Arc<dyn Device>,
+    pub(crate) device: Arc<dyn Device>,
     /// The compute stream.
     pub(super) stream: Stream,
     /// All ranks.
     pub(super) comm: Communicator,
     /// Their groups.
-    pub(super) mesh: Arc<Mesh>,
+    pub(crate) mesh: Arc<Mesh>,
     /// Set when the generation is over.
     pub(super) cancel: Cancel,
 }
@@ -129,7 +129,7 @@ pub(super) fn threads(config: &TrainConfig) -> usize {
 }
 
 /// The groups of ranks that a rank talks to. All connect before memory is allocated: NCCL takes some of it.
-pub(super) struct Groups {
+pub(crate) struct Groups {
     pub(super) set: ReplicaSet,
     /// Gathers parameters.
     pub(super) gathers: Communicator,

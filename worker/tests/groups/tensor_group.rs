@@ -133,7 +133,7 @@ fn statistics_of_all_parts_are_gathered_in_rank_order() {
 }
 
 /// An all-reduce is 2(t−1)/t·A, and so are a gather and a reduction of own rows together. Which of them a layer needs is held to
-/// the formulas in `train/planning/estimate_tests.rs`.
+/// the formulas in `plan/estimate_tests.rs`.
 #[test]
 fn a_ranks_bytes_are_those_of_the_formulas() {
     for ranks in [1, 2, 4] {

@@ -13,7 +13,7 @@ use ddp_worker::config::{
 use ddp_worker::model;
 use ddp_worker::ops::CHUNK;
 use ddp_worker::parallel::{Dtypes, GradientLayout, LayoutConfig, Sharding};
-use ddp_worker::train::Estimate;
+use ddp_worker::plan::Estimate;
 
 const ALL: [Strategy; 4] = [Strategy::Ddp, Strategy::Zero1, Strategy::Zero2, Strategy::Zero3];
 const TYPES: [(Precision, ReduceDtype); 3] = [

@@ -8,7 +8,7 @@ use ddp_worker::config::{
     LastBatch, LearningRate, ModelKind, OnNonFinite, OptimizerKind, PipelineSchedule, Recompute, Rescale,
     Resume, Strategy, TrainConfig,
 };
-use ddp_worker::train::Estimate;
+use ddp_worker::plan::Estimate;
 
 /// Ranks along each axis, and what they do.
 #[derive(Clone, Copy, Debug)]

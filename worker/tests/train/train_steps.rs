@@ -12,8 +12,9 @@ use ddp_worker::config::{
     Accumulate, LastBatch, LearningRate, LrScaling, ModelKind, OnNonFinite, Order, Recompute, Resume,
     Strategy, TrainConfig,
 };
+use ddp_worker::plan::Estimate;
 use ddp_worker::session::Session;
-use ddp_worker::train::{Estimate, Substitutes, TrainError, run_worker_with};
+use ddp_worker::train::{Substitutes, TrainError, run_worker_with};
 
 const STRATEGIES: [Strategy; 4] = [Strategy::Ddp, Strategy::Zero1, Strategy::Zero2, Strategy::Zero3];
 

@@ -4,8 +4,8 @@ use ddp_proto::words::bytes;
 
 use super::quantity;
 use crate::cli::error::CliError;
+use crate::cli::native::costs::Accelerator;
 use crate::cli::native::cuda::GpuFacts;
-use crate::cli::native::plan::Accelerator;
 use crate::cli::native::{Backend, Precision, TrainConfig};
 use crate::cli::train::doctor::gpus;
 

@@ -23,7 +23,7 @@ use ddp_proto::words::{bytes, decimal_bytes, grouped};
 
 use crate::cli::answer;
 use crate::cli::error::CliError;
-use crate::cli::native::plan::Cluster;
+use crate::cli::native::costs::Cluster;
 use crate::cli::native::{Draft, Machines};
 use crate::cli::settings::Settings;
 use crate::cli::values::{self, ProcCount};

@@ -6,7 +6,7 @@ use ddp_proto::words::{counted, grouped};
 
 use super::device::Planned;
 use crate::cli::answer;
-use crate::cli::native::plan::{Cluster, GlobalBatch};
+use crate::cli::native::costs::{Cluster, GlobalBatch};
 use crate::cli::native::{Advice, Axis, Candidate, Comparison, Machines, Strategy};
 
 /// Columns of a table, at most.
@@ -339,7 +339,7 @@ fn shortened(number: f64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cli::native::{Draft, Precision, plan::Accelerator};
+    use crate::cli::native::{Draft, Precision, costs::Accelerator};
 
     fn plan(more: &str, gpu: &str, [nodes, ranks_a_node]: [u64; 2], mfu: f64) -> String {
         let folder = tempfile::tempdir().unwrap();

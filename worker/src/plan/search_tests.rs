@@ -5,9 +5,9 @@ use ddp_proto::ids::{GlobalRank, WorldSize};
 
 use super::*;
 use crate::config;
+use crate::costs::{Accelerator, Cluster};
 use crate::mesh::Axis;
-use crate::plan::{Accelerator, Cluster};
-use crate::train::planning::{Adjustment, Advice, Comparison, Estimate};
+use crate::plan::{Adjustment, Advice, Comparison, Estimate};
 use crate::train::strategy::pipeline_plan;
 
 const GB: f64 = 1e9;

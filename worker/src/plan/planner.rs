@@ -5,10 +5,10 @@ use super::candidate::{Candidate, under};
 use super::search::settings;
 use super::step_times::Machines;
 use crate::config::{OptimizerOffload, Precision, Recompute, ReduceDtype, Strategy, TrainConfig};
+use crate::costs::{GlobalBatch, Work};
 use crate::mesh::GRADIENTS;
 use crate::model::ModelPart;
 use crate::parallel::Dtypes;
-use crate::plan::{GlobalBatch, Work};
 use crate::train::TrainError;
 use crate::train::strategy::{network, work};
 
@@ -127,7 +127,7 @@ fn adjustment(config: &TrainConfig, machines: &Machines) -> Result<Option<Adjust
 mod tests {
     use super::*;
     use crate::config;
-    use crate::plan::Cluster;
+    use crate::costs::Cluster;
 
     const GB: u64 = 1_000_000_000;
 

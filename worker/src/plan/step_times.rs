@@ -16,12 +16,12 @@
 use std::ops::Range;
 
 use crate::config::{Sync, TrainConfig};
+use crate::costs::{Cluster, Sent};
 use crate::mesh::{Axis, MeshShape};
 use crate::parallel::Dtypes;
 use crate::parallel::pipeline::{PipelinePlan, RankTimeline, Simulation, StageCosts};
-use crate::plan::{Cluster, Sent};
+use crate::plan::estimate::StepTraffic;
 use crate::train::TrainError;
-use crate::train::planning::estimate::StepTraffic;
 use crate::train::strategy::layer_work;
 
 /// Ticks of the simulator in the longest action or message: small enough that a step never

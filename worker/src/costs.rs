@@ -8,7 +8,7 @@
 //! | [`Cluster`] | nodes, ranks and wires, and the least time of what they send to groups ([`Sent`]) |
 //! | [`Accelerator`] | GPUs by their data sheets |
 //!
-//! Pure functions of sizes. What a rank holds and sends is no formula: [`crate::train::Estimate`] lays the run's own types
+//! Pure functions of sizes. What a rank holds and sends is no formula: [`crate::plan::Estimate`] lays the run's own types
 //! out on a device that does nothing.
 
 use crate::config::{Model, Precision, Recompute, TrainConfig};

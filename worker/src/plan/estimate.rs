@@ -7,14 +7,14 @@ use ddp_proto::env::WorkerEnv;
 use crate::collective::WireBytes;
 use crate::config::{Strategy, TrainConfig};
 use crate::mesh::Axis;
-use crate::optim::{Optimizer, StateMemory};
+use crate::optim::StateMemory;
 use crate::parallel::Reducer;
-use crate::train::TrainError;
 use crate::train::idle_world::idle_world;
 use crate::train::rank_spec::RankSpec;
 use crate::train::replica::Replica;
 use crate::train::run_row::rehearse_step;
 use crate::train::strategy::optimizer;
+use crate::train::{Footprint, TrainError};
 
 /// What a rank holds and sends, under one strategy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -31,52 +31,6 @@ pub struct Estimate {
     pub held: Footprint,
     /// What it sends in a step.
     pub sent: StepTraffic,
-}
-
-/// Bytes that a rank holds for as long as it trains, as the types that hold them say.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Footprint {
-    /// Parameters.
-    pub params: u64,
-    /// Slots for parameters that are gathered at the moment.
-    pub gathered: u64,
-    /// Gradients, with those in flight, and the sums of later uses of tied parameters.
-    pub grads: u64,
-    /// Slots for gradients that are being reduced.
-    pub in_flight: u64,
-    /// State of the optimizer, and masters, on the device.
-    pub optimizer: u64,
-    /// The same in memory of the host, and in a file.
-    pub offloaded: [u64; 2],
-    /// Of parameters, gradients and optimizer: so that ranks have equal slices of whole chunks.
-    pub padding: u64,
-    /// Activations of all micro-batches in flight.
-    pub activations: u64,
-}
-
-impl Footprint {
-    pub(in crate::train) fn of(replica: &Replica, reducer: &Reducer, optimizer: &Optimizer) -> Self {
-        let params = replica.parameters.bytes();
-        let padded = replica.parameters.sharding().whole_len();
-        let padding = (padded - replica.model.held_count()) as f64 / padded as f64;
-        let state = optimizer.bytes_by_place();
-        let elements = params + reducer.sum_bytes() + optimizer.bytes();
-        Self {
-            params: params as u64,
-            gathered: replica.parameters.gathered_bytes() as u64,
-            grads: reducer.bytes() as u64,
-            in_flight: reducer.in_flight_bytes() as u64,
-            optimizer: state.device as u64,
-            offloaded: [state.host as u64, state.file as u64],
-            padding: (elements as f64 * padding) as u64,
-            activations: replica.pool.allocated_bytes() as u64,
-        }
-    }
-
-    /// All of it.
-    pub const fn total(&self) -> u64 {
-        self.params + self.gathered + self.grads + self.optimizer + self.activations
-    }
 }
 
 /// Bytes that a rank sends in a step.
@@ -128,7 +82,7 @@ impl Estimate {
     }
 
     /// The rank of `spec`, with an arena of these bytes for activations. Most of the work is to find out what it `sends`.
-    pub(in crate::train) fn new(
+    pub(super) fn new(
         config: &TrainConfig,
         spec: &RankSpec,
         activations: usize,

@@ -15,7 +15,7 @@ mod search;
 mod step_times;
 
 pub use candidate::Candidate;
-pub use estimate::{Estimate, Footprint, StepTraffic};
+pub use estimate::{Estimate, StepTraffic};
 pub use planner::{Adjustment, Advice, Comparison};
 pub use search::{FoundLayout, LayoutSearch};
 pub use step_times::Machines;
