@@ -1,24 +1,26 @@
 //! Training: the loop of one rank, from a configuration and a session to a summary.
 //!
+//! From top to bottom: what stands above uses what stands below, and never the other way. `tests/tidy` checks it.
+//!
 //! | file or folder | what it holds |
 //! |---|---|
 //! | `run.rs` | a run from its first line to its last, its summary, and the report of a failure |
+//! | `startup_table.rs` | the lines that rank 0 prints before the first step |
 //! | `setup.rs` | everything that happens once: files, other ranks, agreement, first values |
 //! | `device_choice.rs` | which device this rank trains on |
-//! | `world.rs` | this rank among the others: device, stream, communicator |
-//! | `idle_world.rs` | a rank on a device that does nothing, to plan with |
 //! | `warm_up.rs` | kernels that are loaded before the first collective |
-//! | `replica.rs` | the model on this rank, and the memory of its micro-batches |
-//! | `row_state.rs` | what a rank keeps while it runs a row, and what each kind of action does |
-//! | `run_row.rs` | the only loop over a row of a schedule |
-//! | `rank_table.rs` | tables with one row a rank, gathered on all of them |
-//! | `rank_spec.rs` | what a rank holds and does, decided before anything is allocated; its rehearsal |
-//! | `strategy.rs` | what a strategy holds of parameters and gradients, and a rank of the model |
-//! | `startup_table.rs` | the lines that rank 0 prints before the first step |
-//! | `recorder.rs` | the record of each step: in `metrics.jsonl`, for the agent, on the console |
 //! | `step/` | the loop over the steps, and one step |
 //! | `checkpointing/` | saving, resuming, and the global batch of a run that is resumed on other ranks |
-//! | `reporting/` | the console, and the steps whose timeline is written |
+//! | `reporting/` | the record of each step, the console, and the steps whose timeline is written |
+//! | `rank_spec.rs` | what a rank holds and does, decided before anything is allocated; its rehearsal |
+//! | `strategy.rs` | what a strategy holds of parameters and gradients, and a rank of the model |
+//! | `run_row.rs` | the only loop over a row of a schedule |
+//! | `replica.rs` | the model on this rank, and the memory of its micro-batches |
+//! | `row_state.rs` | what a rank keeps while it runs a row, and what each kind of action does |
+//! | `rank_table.rs` | tables with one row a rank, gathered on all of them |
+//! | `idle_world.rs` | a rank on a device that does nothing, to plan with |
+//! | `world.rs` | this rank among the others: device, stream, communicator |
+//! | `error.rs` | why a worker cannot go on |
 
 mod checkpointing;
 mod device_choice;
@@ -26,7 +28,6 @@ mod error;
 pub(crate) mod idle_world;
 pub(crate) mod rank_spec;
 mod rank_table;
-mod recorder;
 pub(crate) mod replica;
 mod reporting;
 mod row_state;

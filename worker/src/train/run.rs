@@ -11,8 +11,7 @@ use ddp_proto::words::{counted, duration, quoted, rate};
 
 use super::TrainError;
 use super::checkpointing::{allowed_sizes, failed_saves};
-use super::recorder::Recorder;
-use super::reporting::{say, warn};
+use super::reporting::{Recorder, say, warn};
 use super::setup::{Prepared, Substitutes, open, prepare};
 use super::startup_table::startup_table;
 use super::step::RunSummary;
@@ -75,7 +74,7 @@ fn train(config: &TrainConfig, session: &Session, parts: Substitutes) -> Result<
     let parts = prepared.trainer.parts();
     let (rank, first_step) = (parts.world.rank(), parts.first_step);
     let run_dir = (rank == 0).then_some(&prepared.run_dir);
-    let mut recorder = Recorder::open(run_dir, parts)?;
+    let mut recorder = Recorder::open(run_dir, first_step, &config, &parts.world)?;
     let mut last = None;
     if rank == 0 {
         let path = prepared.run_dir.summary();
@@ -90,11 +89,7 @@ fn train(config: &TrainConfig, session: &Session, parts: Substitutes) -> Result<
         out_dir: prepared.run_dir.path().to_owned(),
         ..RunSummary::default()
     };
-    let ended = prepared.trainer.run(
-        &mut prepared.reducer,
-        &mut |record, parts| recorder.record(record, parts),
-        &mut outcome,
-    );
+    let ended = (prepared.trainer).run(&mut prepared.reducer, &mut recorder, &mut outcome);
     if ended.as_ref().is_err_and(TrainError::is_unanimous) {
         // The error that counts is known already.
         let _ = prepared.trainer.drain_checkpoints();

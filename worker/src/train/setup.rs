@@ -181,7 +181,6 @@ pub(super) fn prepare<'a>(
             opened.identity,
         ),
         window: ProfilingWindow::new(config, run_dir.path(), &replica.model, &world),
-        grad_bytes: reducer.bytes(),
         first_step: 0,
         config,
         spec,

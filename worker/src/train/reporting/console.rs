@@ -27,7 +27,7 @@ pub(crate) fn warn(text: &str) {
 pub(crate) struct Pace {
     started: Instant,
     first_step: u64,
-    steps: u64,
+    pub(super) steps: u64,
     log_every: Option<u64>,
     last_line: Option<Instant>,
 }

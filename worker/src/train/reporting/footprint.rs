@@ -1,5 +1,6 @@
 //! How much memory a rank holds: in the lines before the first step, in each line of the metrics, and in a plan.
 
+use crate::metrics::Memory;
 use crate::optim::Optimizer;
 use crate::parallel::Reducer;
 use crate::train::replica::Replica;
@@ -41,6 +42,20 @@ impl Footprint {
             offloaded: [state.host as u64, state.file as u64],
             padding: (elements as f64 * padding) as u64,
             activations: replica.pool.allocated_bytes() as u64,
+        }
+    }
+
+    /// As a line of the metrics tells it.
+    pub(crate) fn memory(&self) -> Memory {
+        Memory {
+            params: self.params,
+            grads: self.grads,
+            optimizer: self.optimizer,
+            optimizer_host: self.offloaded[0],
+            optimizer_file: self.offloaded[1],
+            activations: self.activations,
+            gathered: self.gathered,
+            ..Memory::default()
         }
     }
 

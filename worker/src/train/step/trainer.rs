@@ -11,9 +11,9 @@ use std::time::{Duration, Instant};
 
 use ddp_proto::control::{Phase, Progress};
 
+use super::enqueued_step::{EnqueuedStep, StepResult, StepTimes};
 use super::evaluation::mean_loss;
 use super::nonfinite::{Decision, Inspection, Skips};
-use super::step_record::{EnqueuedStep, StepRecord, StepResult, StepTimes};
 use crate::collective::{WireBytes, Work};
 use crate::config::{Train, TrainConfig};
 use crate::costs::GlobalBatch;
@@ -31,7 +31,7 @@ use crate::train::checkpointing::{Checkpoints, Position, RankState};
 use crate::train::rank_spec::RankSpec;
 use crate::train::rank_table::{RankTable, StepTable};
 use crate::train::replica::{MicroBatch, Replica};
-use crate::train::reporting::{ProfilingWindow, say};
+use crate::train::reporting::{Footprint, ProfilingWindow, Recorder, StepRecord, say};
 use crate::train::row_state::RowPurpose;
 use crate::train::run_row::{EnqueuedAction, RowCaller, run_row};
 use crate::train::strategy::network;
@@ -45,8 +45,6 @@ pub(crate) struct TrainerParts<'a> {
     pub(crate) world: World,
     pub(crate) replica: Replica,
     pub(crate) optimizer: Optimizer,
-    /// Size of the gradients, padding included.
-    pub(crate) grad_bytes: usize,
     pub(crate) clip: Clip,
     pub(crate) rank_table: RankTable,
     pub(crate) step_table: StepTable,
@@ -77,6 +75,16 @@ impl TrainerParts<'_> {
     /// The global batch of a step that is not short.
     pub(crate) fn global_batch(&self) -> GlobalBatch {
         GlobalBatch::of(self.config, &self.spec.strategy.mesh)
+    }
+
+    /// What this rank holds.
+    fn memory(&self, reducer: &Reducer) -> Memory {
+        let held = Footprint::of(&self.replica, reducer, &self.optimizer);
+        Memory {
+            checkpoint: self.checkpoints.snapshot_bytes() as u64,
+            device_peak: self.world.device.peak_bytes().unwrap_or(0) as u64,
+            ..held.memory()
+        }
     }
 
     /// Bytes sent so far.
@@ -226,9 +234,6 @@ pub struct RunSummary {
     pub out_dir: PathBuf,
 }
 
-/// Called with each finished step; returns what the agent's progress bar shows.
-pub(crate) type OnStep<'a> = dyn FnMut(&StepRecord, &TrainerParts<'_>) -> Option<Progress> + 'a;
-
 impl<'a> Trainer<'a> {
     /// Parameters are those of the first step that is to come. Every rank must call it.
     pub(crate) fn new(parts: TrainerParts<'a>) -> Result<Self, TrainError> {
@@ -257,7 +262,7 @@ impl<'a> Trainer<'a> {
     pub(crate) fn run(
         &mut self,
         reducer: &mut Reducer,
-        on_step: &mut OnStep<'_>,
+        recorder: &mut Recorder,
         outcome: &mut RunSummary,
     ) -> Result<(), TrainError> {
         let (train, first_step) = (&self.parts.config.train, self.parts.first_step);
@@ -277,7 +282,7 @@ impl<'a> Trainer<'a> {
             let due = Due::after(train, step + 1);
             let is_awaited = due.any() || self.parts.window.has_end_behind(step + 1);
             let kept = if is_awaited { 0 } else { ahead };
-            self.finish_steps(&mut queue, (kept, due), reducer, on_step, outcome)?;
+            self.finish_steps(&mut queue, (kept, due), reducer, recorder, outcome)?;
             let is_over = self.parts.window.closes_with(step + 1) || outcome.stopped.is_some();
             if is_over && self.parts.window.is_open() {
                 self.between_steps(|parts| {
@@ -323,7 +328,7 @@ impl<'a> Trainer<'a> {
         queue: &mut VecDeque<EnqueuedStep>,
         (kept, due): (usize, Due),
         reducer: &mut Reducer,
-        on_step: &mut OnStep<'_>,
+        recorder: &mut Recorder,
         outcome: &mut RunSummary,
     ) -> Result<(), TrainError> {
         while queue.len() > kept || (outcome.stopped.is_some() && !queue.is_empty()) {
@@ -335,7 +340,8 @@ impl<'a> Trainer<'a> {
             }
             outcome.steps = record.line.step;
             outcome.loss = Some(record.line.loss);
-            self.progress = on_step(&record, &self.parts);
+            record.line.memory = self.parts.memory(reducer);
+            self.progress = recorder.record(&record);
             // The stages of a pipeline wait for each other by its schedule.
             if self.parts.replica.plan.placement().stages() == 1 {
                 let waited_ms = record.line.comm_exposed_ms + record.line.share_ms;

@@ -7,20 +7,34 @@ use std::time::{Duration, Instant};
 use ddp_proto::control::Progress;
 use ddp_proto::env::DDP_PROGRESS;
 
-use super::TrainError;
-use super::reporting::{Pace, say, warn};
-use super::step::{StepRecord, TrainerParts};
-use super::strategy::work;
+use super::console::{Pace, say, warn};
+use crate::config::TrainConfig;
 use crate::costs::Accelerator;
 use crate::metrics::{
-    self, Achieved, EventFile, MetricsLine, MetricsLog, RunDir, RunFilesError, Validations,
+    Achieved, EventFile, Memory, MetricsLine, MetricsLog, RunDir, RunFilesError, Validations,
 };
+use crate::train::TrainError;
+use crate::train::strategy::work;
+use crate::train::world::World;
 
 /// The kernel walks all page tables for the proportional size, some 20 ms for a GiB: not in every step.
 const REFRESH: Duration = Duration::from_secs(1);
 
+/// One finished step.
+#[derive(Clone, Debug)]
+pub(crate) struct StepRecord {
+    /// The line of `metrics.jsonl`, without the memory of this process.
+    pub(crate) line: MetricsLine,
+    /// Tokens of all ranks.
+    pub(crate) tokens: u64,
+    /// Wall time of the step.
+    pub(crate) time: Duration,
+    /// A rank was asked to stop after this step.
+    pub(crate) stop: bool,
+}
+
 /// Reports on rank 0 only.
-pub(super) struct Recorder {
+pub(crate) struct Recorder {
     log: Option<MetricsLog>,
     /// The file of `run.tensorboard`, as long as it can be written.
     events: Option<EventFile>,
@@ -42,8 +56,12 @@ pub(super) struct Recorder {
 
 impl Recorder {
     /// Opens the files of the run, of which `first_step` steps are finished. `run_dir` on rank 0 only.
-    pub(super) fn open(run_dir: Option<&RunDir>, trainer: &TrainerParts<'_>) -> Result<Self, TrainError> {
-        let (first_step, config, world) = (trainer.first_step, trainer.config, &trainer.world);
+    pub(crate) fn open(
+        run_dir: Option<&RunDir>,
+        first_step: u64,
+        config: &TrainConfig,
+        world: &World,
+    ) -> Result<Self, TrainError> {
         let sheet = world.device.gpu().and_then(Accelerator::of);
         let log = run_dir.map(|dir| MetricsLog::open(&dir.metrics(), first_step));
         let dir_of_events = run_dir.filter(|_| config.run.tensorboard && first_step < config.train.steps);
@@ -63,7 +81,7 @@ impl Recorder {
     }
 
     /// Reports one finished step. Returns what the agent's progress bar shows.
-    pub(super) fn record(&mut self, record: &StepRecord, trainer: &TrainerParts<'_>) -> Option<Progress> {
+    pub(crate) fn record(&mut self, record: &StepRecord) -> Option<Progress> {
         let line = &record.line;
         self.trained = (self.trained.0 + record.tokens, self.trained.1 + record.time);
         if line.loss.is_finite() {
@@ -72,14 +90,14 @@ impl Recorder {
         self.log.as_ref()?;
         let achieved = self.achieved(line.tokens_per_s);
         self.append(&MetricsLine {
-            memory: memory(trainer),
+            memory: with_process(line.memory),
             achieved,
             ..line.clone()
         });
         let now = Instant::now();
         let last = self.validations().last;
         let progress = Progress {
-            steps: trainer.config.train.steps,
+            steps: self.pace.steps,
             loss: self.last_loss,
             tokens_per_s: line.tokens_per_s,
             seconds_left: self.pace.seconds_left(now, line.step),
@@ -130,17 +148,17 @@ impl Recorder {
     }
 
     /// An error if the metrics were deleted or moved.
-    pub(super) fn check(&self) -> Result<(), RunFilesError> {
+    pub(crate) fn check(&self) -> Result<(), RunFilesError> {
         self.log.as_ref().map_or(Ok(()), MetricsLog::check)
     }
 
     /// Validation losses of the run so far, on rank 0.
-    pub(super) fn validations(&self) -> Validations {
+    pub(crate) fn validations(&self) -> Validations {
         self.log.as_ref().map(MetricsLog::validations).unwrap_or_default()
     }
 
     /// What tokens a second are in arithmetic.
-    pub(super) fn achieved(&self, tokens_per_s: f64) -> Achieved {
+    pub(crate) fn achieved(&self, tokens_per_s: f64) -> Achieved {
         let model_flops_per_s = tokens_per_s * self.flops_per_token;
         Achieved {
             model_flops_per_s,
@@ -149,7 +167,7 @@ impl Recorder {
     }
 
     /// Tokens per second of all ranks together, over the steps since this process started.
-    pub(super) fn tokens_per_s(&self) -> f64 {
+    pub(crate) fn tokens_per_s(&self) -> f64 {
         self.trained.0 as f64 / self.trained.1.as_secs_f64().max(1e-9)
     }
 }
@@ -166,21 +184,13 @@ fn written(events: Result<EventFile, RunFilesError>) -> Option<EventFile> {
         .ok()
 }
 
-fn memory(trainer: &TrainerParts<'_>) -> metrics::Memory {
-    let process = ProcessMemory::recent();
-    let optimizer = trainer.optimizer.bytes_by_place();
-    metrics::Memory {
-        params: trainer.replica.parameters.bytes() as u64,
-        grads: trainer.grad_bytes as u64,
-        optimizer: optimizer.device as u64,
-        optimizer_host: optimizer.host as u64,
-        optimizer_file: optimizer.file as u64,
-        activations: trainer.replica.pool.allocated_bytes() as u64,
-        gathered: trainer.replica.parameters.gathered_bytes() as u64,
-        checkpoint: trainer.checkpoints.snapshot_bytes() as u64,
-        device_peak: trainer.world.device.peak_bytes().unwrap_or(0) as u64,
-        peak_rss: process.peak_rss,
-        pss: process.pss,
+/// What a rank holds, and its process.
+fn with_process(held: Memory) -> Memory {
+    let ProcessMemory { peak_rss, pss } = ProcessMemory::recent();
+    Memory {
+        peak_rss,
+        pss,
+        ..held
     }
 }
 

@@ -1,10 +1,9 @@
-//! A step as it is enqueued, as the device has run it, and as it is reported.
+//! A step as it is enqueued, and as the device has run it.
 
 use std::time::{Duration, Instant};
 
 use crate::collective::{WireBytes, Work};
 use crate::device::Fetch;
-use crate::metrics::MetricsLine;
 use crate::parallel::{CommTimes, DeviceTimes};
 use crate::train::TrainError;
 use crate::train::rank_table::StepRows;
@@ -30,19 +29,6 @@ impl StepTimes {
         self.exposed += times.exposed;
         times.exposed
     }
-}
-
-/// One finished step.
-#[derive(Clone, Debug)]
-pub(crate) struct StepRecord {
-    /// The line of `metrics.jsonl`, without the memory of this rank.
-    pub(crate) line: MetricsLine,
-    /// Tokens of all ranks.
-    pub(crate) tokens: u64,
-    /// Wall time of the step.
-    pub(crate) time: Duration,
-    /// A rank was asked to stop after this step.
-    pub(crate) stop: bool,
 }
 
 /// A step that the host has enqueued, and that the device may still have to run.
