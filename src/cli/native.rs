@@ -16,6 +16,7 @@ pub use ddp_worker::checkpoint::{ignore_file_size_signal, read_bounded};
 pub use ddp_worker::config::reference as key_reference;
 use ddp_worker::config::{self, Located, Resume, Run, Source};
 pub use ddp_worker::config::{Backend, Precision, Strategy, TrainConfig};
+use ddp_worker::data;
 use ddp_worker::device::DeviceError;
 pub use ddp_worker::inference::RunSettings;
 pub use ddp_worker::libraries;
@@ -189,9 +190,9 @@ pub struct Draft {
 impl Draft {
     /// Reads and checks all but the data.
     pub fn read(file: &Path, overrides: &[String]) -> Result<Self, CliError> {
-        let located = config::load_without_data(file, overrides);
-        let located = located.map_err(|error| CliError::Config(error.to_string()))?;
-        Ok(Self { located })
+        let complete = |mut located| data::read_vocabulary(&mut located).map(|()| Self { located });
+        let draft = config::load_without_data(file, overrides).and_then(complete);
+        draft.map_err(|error| CliError::Config(error.to_string()))
     }
 
     /// The configuration.
@@ -225,7 +226,7 @@ pub fn validate(file: &Path, overrides: &[String]) -> Result<Validated, CliError
 }
 
 fn load(file: &Path, overrides: &[String]) -> Result<Located, CliError> {
-    config::load_located(file, overrides).map_err(|error| CliError::Config(error.to_string()))
+    data::load_located(file, overrides).map_err(|error| CliError::Config(error.to_string()))
 }
 
 /// Main of a worker process: `FILE [--set KEY=VALUE]…`, as [`super::launch::target::Target::command`] writes them.

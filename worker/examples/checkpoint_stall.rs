@@ -244,6 +244,7 @@ impl Sizes {
             train: config::Train::default(),
             parallel: config::Parallel::default(),
             launch: BTreeMap::new(),
+            vocabulary: Arc::default(),
         };
         config.train.steps = self.steps;
         config.train.micro_batch = 8;

@@ -20,7 +20,7 @@ use ddp_proto::env::WorkerEnv;
 use ddp_proto::words::counted;
 
 use crate::collective::{CollectiveError, Communicator, Executor, Purpose, WireBytes};
-use crate::config::{Parallel, Problem, ShardGroup, Strategy};
+use crate::config::{Parallel, Problem, ShardGroup, Strategy, nearest_multiples};
 use crate::timeline::Timeline;
 
 /// A direction of the mesh.
@@ -147,15 +147,6 @@ impl MeshShape {
 
 const SAME_SIZE: &str =
     "all groups must have the same number of ranks; change `--nproc-per-node` or `parallel.shard_group`";
-
-/// The multiples of `divisor` around `value` that are above 0.
-pub(crate) fn nearest_multiples(value: usize, divisor: usize) -> String {
-    let above = value.next_multiple_of(divisor);
-    match value / divisor * divisor {
-        0 => above.to_string(),
-        below => format!("{below} or {above}"),
-    }
-}
 
 /// The number of ranks is no multiple of the ranks that hold one model.
 fn no_multiple(ranks: usize, stages: usize, tensor: usize) -> Problem {

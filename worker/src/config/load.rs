@@ -1,22 +1,19 @@
-//! From a file and its overrides to a checked configuration: the table of keys, rules over several keys, and what the
-//! files of the data must hold.
+//! From a file and its overrides to a checked configuration: the table of keys, and rules over several keys. No other
+//! file is opened.
 
 use std::collections::BTreeMap;
 use std::io::Read as _;
 use std::path::Path;
 use std::sync::Arc;
 
-use ddp_proto::words::counted;
-
 use super::keys;
 use super::problem::{ConfigError, Problem};
 use super::schema::{
-    Accumulate, LearningRate, LrScaling, Model, ModelKind, OptimizerKind, OptimizerOffload, Parallel, Paths,
-    Pipeline, Precision, Resume, Run, Strategy, Sync, Train, TrainConfig, section,
+    Accumulate, LearningRate, LrScaling, Model, ModelKind, OptimizerKind, OptimizerOffload, Parallel,
+    Pipeline, Precision, Resume, Run, Strategy, Sync, Train, TrainConfig, Vocabulary, section,
 };
+use super::sizes::{check_rows, checked_vocab};
 use super::source::Source;
-use crate::data::{DataError, HELD_OUT_PART, Tokens, Vocabulary};
-use crate::model::{check_rows, checked_vocab};
 
 /// Longest configuration file.
 pub const MAX_FILE_BYTES: u64 = 1 << 20;
@@ -31,16 +28,8 @@ pub struct Located {
     pub source: Source,
 }
 
-/// Reads the YAML at `path`, applies the overrides (`train.steps=20`) in order, and checks the result,
-/// the data files included.
-pub fn load_located(path: &Path, overrides: &[String]) -> Result<Located, ConfigError> {
-    let located = load_without_data(path, overrides)?;
-    check_schedule(&located.config, &located.source)?;
-    check_data(&located.config, &located.source)?;
-    Ok(located)
-}
-
-/// As [`load_located`], for callers that train nothing: the data files need not exist.
+/// Reads the YAML at `path`, applies the overrides (`train.steps=20`) in order, and checks all that neither another file nor
+/// another rank is needed for. Then [`Located::complete`] is due.
 pub fn load_without_data(path: &Path, overrides: &[String]) -> Result<Located, ConfigError> {
     let source = Source::parse(path, &read(path)?, overrides)?;
     let values: Result<TrainConfig, _> = section("", keys::read(&source)?);
@@ -51,8 +40,47 @@ pub fn load_without_data(path: &Path, overrides: &[String]) -> Result<Located, C
     data.val = data.val.as_ref().map(|val| val.below(folder));
     data.tokenizer = data.tokenizer.below(folder);
     config.model.init_from = config.model.init_from.map(|weights| folder.join(weights));
-    check(&config, &source)?;
-    Ok(Located { config, source })
+    let broken = run(&config)
+        .or_else(|| without_effect(&config))
+        .or_else(|| training(&config))
+        .or_else(|| check_rows(&config).err())
+        .or_else(|| accumulate(&config, &source));
+    match broken {
+        Some(problem) => Err(source.locate(problem)),
+        None => Ok(Located { config, source }),
+    }
+}
+
+impl Located {
+    /// Completes the configuration with the tokenizer's vocabulary, and checks the sizes of the model.
+    pub fn complete(&mut self, vocabulary: Vocabulary) -> Result<(), ConfigError> {
+        let Self { config, source } = self;
+        let checked = checked_vocab(&config.model, vocabulary.size, config.parallel.tensor);
+        config.vocabulary = Arc::new(vocabulary);
+        checked.map(|_| ()).map_err(|mut problem| {
+            // The number of channels is to blame only if the other number is not an override.
+            if problem.key == "model.n_embd"
+                && source.is_set("model.n_head")
+                && !source.is_set("model.n_embd")
+            {
+                problem.key = "model.n_head".into();
+            }
+            source.locate(problem)
+        })
+    }
+
+    /// Refuses a schedule without `stages`, which would train without a pipeline. `stages: 1` requests that explicitly. A search
+    /// for layouts finds the stages itself.
+    pub fn check_schedule(&self) -> Result<(), ConfigError> {
+        let (key, stages) = ("parallel.pipeline.schedule", "parallel.pipeline.stages");
+        let schedule = self.config.parallel.pipeline.schedule;
+        if schedule == Pipeline::default().schedule || self.source.has(stages) {
+            return Ok(());
+        }
+        let what = format!("`{key}` is set, but `{stages}` is not: there is no pipeline");
+        let hint = format!("set `{stages}`, or leave `schedule` out");
+        Err(self.source.locate(Problem::new(key, what).with_hint(hint)))
+    }
 }
 
 fn read(path: &Path) -> Result<String, ConfigError> {
@@ -150,6 +178,7 @@ fn without_effect(config: &TrainConfig) -> Option<Problem> {
         train: Train::default(),
         parallel: Parallel::default(),
         launch: BTreeMap::new(),
+        vocabulary: Arc::default(),
     };
     let [values, defaults] =
         [config, &defaults].map(|config| serde_json::to_value(config).unwrap_or_default());
@@ -158,27 +187,6 @@ fn without_effect(config: &TrainConfig) -> Option<Problem> {
         values.pointer(&pointer) != defaults.pointer(&pointer) && !holds(config)
     })?;
     Some(Problem::new(*key, format!("`{key}` has no effect without {needs}")).with_hint("leave it out"))
-}
-
-/// Checks everything that needs neither the data nor another rank.
-fn check(config: &TrainConfig, source: &Source) -> Result<(), ConfigError> {
-    let vocabulary = vocabulary(config, source)?;
-    let sizes = || {
-        let checked = checked_vocab(&config.model, vocabulary.size, config.parallel.tensor);
-        let mut problem = checked.err()?;
-        // The number of channels is to blame only if the other number is not an override.
-        if problem.key == "model.n_embd" && source.is_set("model.n_head") && !source.is_set("model.n_embd") {
-            problem.key = "model.n_head".into();
-        }
-        Some(problem)
-    };
-    let broken = run(config)
-        .or_else(|| without_effect(config))
-        .or_else(|| training(config))
-        .or_else(sizes)
-        .or_else(|| check_rows(config).err())
-        .or_else(|| accumulate(config, source));
-    broken.map_or(Ok(()), |problem| Err(source.locate(problem)))
 }
 
 fn run(config: &TrainConfig) -> Option<Problem> {
@@ -262,68 +270,4 @@ fn accumulate(config: &TrainConfig, source: &Source) -> Option<Problem> {
         let what = "`parallel.accumulate: sharded` is not supported with `parallel.pipeline.stages` above 1: each rank accumulates full gradients of its stages and reduces them once per step";
         Problem::new(key, what).with_hint("leave it out, or set `parallel.accumulate: full`")
     })
-}
-
-/// A schedule without `stages` would train without a pipeline. `stages: 1` requests that explicitly. A search for
-/// layouts, which reads no data, finds the stages itself.
-fn check_schedule(config: &TrainConfig, source: &Source) -> Result<(), ConfigError> {
-    let (key, stages) = ("parallel.pipeline.schedule", "parallel.pipeline.stages");
-    if config.parallel.pipeline.schedule == Pipeline::default().schedule || source.has(stages) {
-        return Ok(());
-    }
-    let what = format!("`{key}` is set, but `{stages}` is not: there is no pipeline");
-    let hint = format!("set `{stages}`, or leave `schedule` out");
-    Err(source.locate(Problem::new(key, what).with_hint(hint)))
-}
-
-/// Checks the files of the data.
-fn check_data(config: &TrainConfig, source: &Source) -> Result<(), ConfigError> {
-    let vocabulary = vocabulary(config, source)?;
-    // Opened, not only looked at, so that a file without permission is noticed before anything starts.
-    let data = &config.data;
-    let tokens = |key: &str, paths: &Paths| {
-        let found = Tokens::count(paths, data, &vocabulary);
-        found.map_err(|error| data_error(source, key, &error))
-    };
-    let (mut training, mut validation) = (tokens("data.train", &config.data.train)?, 0);
-    let mut held_out = "the held-out tenth of `data.train`";
-    if let Some(val) = &config.data.val {
-        (validation, held_out) = (tokens("data.val", val)?, "`data.val`");
-    } else {
-        validation += training / HELD_OUT_PART as u64;
-        training -= validation;
-    }
-    let needed = config.model.block_size as u64 + 1;
-    for (part, found) in [("`data.train`", training), (held_out, validation)] {
-        if found < needed {
-            let what = format!(
-                "`model.block_size` is {}, but {part} has only {}, and a sample needs {needed}",
-                needed - 1,
-                counted(found, "token")
-            );
-            let hint = "use a smaller `model.block_size` or a longer text";
-            return Err(source.locate(Problem::new("model.block_size", what).with_hint(hint)));
-        }
-    }
-    Ok(())
-}
-
-fn vocabulary(config: &TrainConfig, source: &Source) -> Result<Arc<Vocabulary>, ConfigError> {
-    let read = Vocabulary::of(&config.data.tokenizer);
-    read.map(Arc::new)
-        .map_err(|error| data_error(source, "data.tokenizer", &error))
-}
-
-/// What is wrong with a file, at the key that names it.
-fn data_error(source: &Source, key: &str, error: &DataError) -> ConfigError {
-    let (path, problem, hint) = match error {
-        DataError::File { path, problem, hint } => (path, problem.clone(), hint.clone()),
-        DataError::Unreadable { path, cause } => (
-            path,
-            format!("cannot be read: {cause}"),
-            Some("relative paths in `data` are resolved from the YAML's directory".into()),
-        ),
-    };
-    let what = format!("`{key}` is `{}`, which {problem}", path.display());
-    source.locate(Problem::new(key, what).with_optional_hint(hint))
 }

@@ -10,7 +10,8 @@
 //! | `source.rs` | YAML and `--set` as a tree in which each value knows where it came from |
 //! | `problem.rs` | what is wrong with a value, and where it stands |
 //! | `keys.rs` | the pass that checks a file against the table |
-//! | `load.rs` | [`load_located`], [`load_without_data`]: file and overrides to a checked configuration; rules over several keys |
+//! | `load.rs` | [`load_without_data`]: file and overrides to a checked configuration; rules over several keys |
+//! | `sizes.rs` | the rules that the sizes of a model must satisfy |
 //! | `reference.rs` | [`reference()`]: the table of keys as Markdown |
 
 mod keys;
@@ -18,13 +19,14 @@ mod load;
 mod problem;
 mod reference;
 mod schema;
+mod sizes;
 mod source;
 mod table;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use keys::out_of_range;
-pub use load::{Located, MAX_FILE_BYTES, load_located, load_without_data};
+pub use load::{Located, MAX_FILE_BYTES, load_without_data};
+pub(crate) use problem::nearest_multiples;
 pub use problem::{ConfigError, Problem};
 pub use reference::reference;
 pub(crate) use schema::star_matches;
@@ -32,6 +34,8 @@ pub use schema::{
     Accumulate, Backend, CheckpointKeep, Data, LastBatch, LearningRate, LrScaling, Model, ModelKind, Offload,
     OnNonFinite, OptimizerConfig, OptimizerGroup, OptimizerKind, OptimizerOffload, Order, Parallel, Paths,
     Pipeline, PipelineSchedule, Precision, Recompute, ReduceDtype, Rescale, Resume, RopeScaling, Run,
-    Schedule, ShardGroup, StepRange, Strategy, Sync, TokenDtype, Tokenizer, Train, TrainConfig, section,
+    Schedule, ShardGroup, StepRange, Strategy, Sync, TokenDtype, Tokenizer, Train, TrainConfig, Vocabulary,
+    section,
 };
+pub use sizes::{check_rows, checked_vocab};
 pub use source::Source;

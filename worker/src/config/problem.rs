@@ -44,3 +44,12 @@ pub struct ConfigError {
     /// What is wrong.
     pub problem: Problem,
 }
+
+/// The multiples of `divisor` around `value` that are above 0.
+pub(crate) fn nearest_multiples(value: usize, divisor: usize) -> String {
+    let above = value.next_multiple_of(divisor);
+    match value / divisor * divisor {
+        0 => above.to_string(),
+        below => format!("{below} or {above}"),
+    }
+}

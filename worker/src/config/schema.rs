@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -33,6 +34,9 @@ pub struct TrainConfig {
     /// Defaults of the command-line flags, by name; read by the launcher.
     #[serde(default)]
     pub launch: BTreeMap<String, Json>,
+    /// Of `data.tokenizer`; of `bytes` until [`super::Located::complete`] is called.
+    #[serde(skip)]
+    pub vocabulary: Arc<Vocabulary>,
 }
 
 sections! {
@@ -751,6 +755,27 @@ const BYTES: &str = "bytes";
 const GPT2: &str = "gpt2";
 /// Extension of a tokenizer's file.
 const EXTENSION: &str = "json";
+
+/// The vocabulary of a tokenizer, `0..size`, and what identifies it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Vocabulary {
+    /// `bytes`, `gpt2`, or the name of a file.
+    pub name: String,
+    /// One more than the largest token.
+    pub size: usize,
+    /// Hash of the tokenizer; `None` for bytes.
+    pub hash: Option<String>,
+}
+
+impl Default for Vocabulary {
+    fn default() -> Self {
+        Self {
+            name: BYTES.into(),
+            size: 256,
+            hash: None,
+        }
+    }
+}
 
 impl Tokenizer {
     /// A relative path counts from `folder`.

@@ -4,9 +4,8 @@ use std::path::{Path, PathBuf};
 
 use super::keys::KEYS_OF_OTHERS;
 use super::schema::keys;
-use super::{
-    OptimizerGroup, Order, Problem, Resume, ShardGroup, StepRange, Strategy, TrainConfig, load_located,
-};
+use super::{OptimizerGroup, Order, Problem, Resume, ShardGroup, StepRange, Strategy, TrainConfig};
+use crate::data::load_located;
 
 const GOOD: &str = "\
 run:

@@ -213,9 +213,12 @@ pub struct Dataset {
 
 impl Dataset {
     /// Opens the files of a configuration. Both parts hold at least one sample of `block_size`.
-    pub fn open(data: &config::Data, block_size: usize) -> Result<Self, DataError> {
-        let vocabulary = Arc::new(Vocabulary::of(&data.tokenizer)?);
-        let open = |paths| Tokens::open(paths, &data.tokenizer, data.dtype, &vocabulary);
+    pub fn open(
+        data: &config::Data,
+        block_size: usize,
+        vocabulary: &Arc<Vocabulary>,
+    ) -> Result<Self, DataError> {
+        let open = |paths| Tokens::open(paths, &data.tokenizer, data.dtype, vocabulary);
         let all = open(&data.train)?;
         let (train, val) = if let Some(paths) = &data.val {
             (all, open(paths)?)
@@ -226,7 +229,7 @@ impl Dataset {
         let dataset = Self {
             train,
             val,
-            vocabulary,
+            vocabulary: vocabulary.clone(),
         };
         for (part, tokens) in [("training", &dataset.train), ("validation", &dataset.val)] {
             if tokens.blocks(block_size) == 0 {
@@ -323,7 +326,7 @@ mod tests {
     fn the_last_tenth_is_held_out() {
         let folder = tempfile::tempdir().unwrap();
         let bytes: Vec<u8> = (0..105).collect();
-        let dataset = Dataset::open(&data(folder.path(), &bytes, None), 4).unwrap();
+        let dataset = Dataset::open(&data(folder.path(), &bytes, None), 4, &Arc::default()).unwrap();
         assert_eq!((dataset.train.len(), dataset.val.len()), (95, 10));
         assert_eq!((dataset.train.blocks(4), dataset.val.blocks(4)), (23, 2));
         let (mut inputs, mut targets) = ([0; 4], [0; 4]);
@@ -336,9 +339,10 @@ mod tests {
     #[test]
     fn both_parts_hold_a_sample() {
         let folder = tempfile::tempdir().unwrap();
-        let dataset = Dataset::open(&data(folder.path(), &[1; 5], Some(&[2; 5])), 4).unwrap();
+        let dataset =
+            Dataset::open(&data(folder.path(), &[1; 5], Some(&[2; 5])), 4, &Arc::default()).unwrap();
         assert_eq!((dataset.train.blocks(4), dataset.val.blocks(4)), (1, 1));
-        let error = Dataset::open(&data(folder.path(), &[1; 5], Some(&[2; 4])), 4)
+        let error = Dataset::open(&data(folder.path(), &[1; 5], Some(&[2; 4])), 4, &Arc::default())
             .err()
             .unwrap();
         let message = error.to_string();

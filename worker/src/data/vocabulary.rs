@@ -9,7 +9,7 @@ use serde::de::{IgnoredAny, MapAccess, SeqAccess, Visitor};
 
 use super::DataError;
 use super::data_file::open_regular;
-use crate::config::Tokenizer;
+use crate::config::{Tokenizer, Vocabulary};
 
 /// Byte-pair tokens of GPT-2 and the end of a text.
 const GPT2_SIZE: usize = 50_257;
@@ -20,26 +20,11 @@ const MAX_FILE_BYTES: u64 = 256 << 20;
 /// Digits of a hash that people compare.
 const SHOWN_DIGITS: usize = 16;
 
-/// A vocabulary: `0..size`, and what identifies it.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Vocabulary {
-    /// `bytes`, `gpt2`, or the name of a file.
-    pub name: String,
-    /// One more than the largest token.
-    pub size: usize,
-    /// Hash of the tokenizer; `None` for bytes.
-    pub hash: Option<String>,
-}
-
 impl Vocabulary {
     /// The vocabulary of a configuration's tokenizer. A file is read and hashed here; the tokenizer parses it.
     pub fn of(tokenizer: &Tokenizer) -> Result<Self, DataError> {
         Ok(match tokenizer {
-            Tokenizer::Bytes => Self {
-                name: tokenizer.to_string(),
-                size: 256,
-                hash: None,
-            },
+            Tokenizer::Bytes => Self::default(),
             Tokenizer::Gpt2 => Self {
                 name: tokenizer.to_string(),
                 size: GPT2_SIZE,

@@ -106,7 +106,9 @@ impl<'a> RunSettings<'a> {
             check_unchanged(&tokens, self.0.val_data.as_ref(), "validated")?;
             return Ok(tokens);
         }
-        let dataset = Dataset::open(&data, block_size).map_err(|error| refused(error.to_string()))?;
+        let opened =
+            Vocabulary::of(tokenizer).and_then(|found| Dataset::open(&data, block_size, &Arc::new(found)));
+        let dataset = opened.map_err(|error| refused(error.to_string()))?;
         check_unchanged(&dataset.train, Some(&self.0.data), "was trained")?;
         Ok(dataset.val)
     }

@@ -10,10 +10,9 @@ use std::sync::Arc;
 
 use super::decoder::{ActivationKind, Decoder, HEAD, NormKind, PositionKind};
 use super::layers::{Dense, DropoutLayer, Norm, NormedDense};
-use super::rules::checked_vocab;
 use super::transformer::{Attention, Embedding, FeedForward, Head, TransformerBlock};
 use super::{AxisRole, Block, Cut, GroupId, Init, Model, ModelPart, ParamGroup, ParamId, ParamSpec};
-use crate::config::{self, Problem, Recompute};
+use crate::config::{self, Problem, Recompute, checked_vocab};
 use crate::device::DType;
 use crate::mesh::Axis;
 use crate::ops::{LAYERNORM_EPSILON, WeightLayout};

@@ -11,7 +11,6 @@
 //! | [`TensorOps`], [`Exchange`] | what blocks ask of the ranks that hold a model together |
 //! | [`Model`] | parameters, groups and blocks of one network |
 //! | [`Published`] | how a kind of model is published: names of tensors, words of `config.json` |
-//! | [`checked_vocab`], [`check_rows`] | the rules that the sizes of a model must satisfy |
 //! | [`build()`] | a network from the `model` section: GPT-2, or the same without attention |
 //! | [`Passes`], [`ChunkState`], [`Hooks`] | forward and backward over a chunk of blocks; a micro-batch between them; what accompanies them |
 //! | [`recomputing`] | the same model, keeping less for backward |
@@ -26,7 +25,6 @@ mod param;
 mod passes;
 mod published;
 mod region;
-mod rules;
 mod tensor;
 mod transformer;
 
@@ -42,5 +40,4 @@ pub use passes::{ChunkState, Hooks, NoHooks, Pass, Passes};
 pub use published::{FixedSetting, FusedTensors, Published, PublishedTensor, Size, SizeSetting};
 pub(crate) use region::Overlap;
 pub use region::{Cut, Region, Run};
-pub use rules::{check_rows, checked_vocab};
 pub use tensor::{Exchange, ExchangeKind, TensorOps, own_rows};

@@ -59,7 +59,7 @@ impl Comparison {
             model: network(config, Dtypes::of(config), &ModelPart::WHOLE)?.name,
             parameters,
             batch,
-            work: work(config)?,
+            work: work(config),
             candidates,
             advice,
         })

@@ -69,7 +69,7 @@ impl BusyTimes {
             stride: 1,
         };
         let exchange = machines.cluster.least_seconds(&[to_group]);
-        let [layer, head] = layer_work(config)?;
+        let [layer, head] = layer_work(config);
         let work = (layers * layer.total() + head.total()) as f64 * tokens(config) / tensor as f64;
         Ok(Self {
             compute: machines.flops.map(|rate| micro_batches * work / rate / stages),
@@ -111,7 +111,7 @@ impl StepTimes {
         busy: BusyTimes,
     ) -> Result<Self, TrainError> {
         let tensor = mesh.size(&[Axis::Tensor]) as u64;
-        let [layer, head] = layer_work(config)?;
+        let [layer, head] = layer_work(config);
         let seconds_an_operation = tokens(config) / tensor as f64 / machines.flops.unwrap_or(ANY_RATE);
         let last = plan.layers().len() - 1;
         // F, I and W of a stage.

@@ -88,7 +88,7 @@ pub(super) fn open(
     let env = session.env();
     let mut spec = RankSpec::of(config, env)?;
     let mut whole = spec.whole_layout(config)?;
-    let dataset = Dataset::open(&config.data, config.model.block_size)?;
+    let dataset = Dataset::open(&config.data, config.model.block_size, &config.vocabulary)?;
     let begins = !is_restarted(env) && RunDir::begins(&config.run, &env.run_id);
     let choice = Choice::of(config, session, parts.device, !begins)?;
     agree(config, session, &spec, &whole, &dataset, &choice)?;

@@ -19,7 +19,6 @@ use crate::config::{
     self, Accumulate, OptimizerConfig, OptimizerKind, Parallel, Problem, Strategy, TrainConfig,
 };
 use crate::costs::Work;
-use crate::data::Vocabulary;
 use crate::mesh::{Axis, GRADIENTS, MeshShape};
 use crate::model::{self, Model, ModelPart};
 use crate::optim::{Optimizer, ParamGroups, StateMemory};
@@ -94,7 +93,7 @@ impl ShardingStrategy {
 pub(crate) fn mesh(config: &TrainConfig, env: &WorkerEnv) -> Result<MeshShape, TrainError> {
     let mesh = MeshShape::new(&config.parallel, env).map_err(TrainError::Mesh)?;
     check_whole_matrices(&config.train.optimizer, &mesh)?;
-    model::check_rows(config).map_err(TrainError::Mesh)?;
+    config::check_rows(config).map_err(TrainError::Mesh)?;
     Ok(mesh)
 }
 
@@ -124,11 +123,8 @@ fn check_whole_matrices(config: &OptimizerConfig, mesh: &MeshShape) -> Result<()
 }
 
 /// Arithmetic of a token in a layer, and in the head.
-pub(crate) fn layer_work(config: &TrainConfig) -> Result<[Work; 2], TrainError> {
-    let vocabulary = match config.model.vocab_size {
-        Some(size) => size,
-        None => Vocabulary::of(&config.data.tokenizer)?.size,
-    };
+pub(crate) fn layer_work(config: &TrainConfig) -> [Work; 2] {
+    let vocabulary = config.model.vocab_size.unwrap_or(config.vocabulary.size);
     let arithmetic = |n_layer, vocabulary: usize| {
         let model = config::Model {
             n_layer,
@@ -136,22 +132,22 @@ pub(crate) fn layer_work(config: &TrainConfig) -> Result<[Work; 2], TrainError> 
         };
         Work::of(&model, vocabulary as u64, config.train.recompute)
     };
-    Ok([arithmetic(1, 0), arithmetic(0, vocabulary)])
+    [arithmetic(1, 0), arithmetic(0, vocabulary)]
 }
 
 /// Arithmetic of a token.
-pub(crate) fn work(config: &TrainConfig) -> Result<Work, TrainError> {
-    let [layer, head] = layer_work(config)?;
+pub(crate) fn work(config: &TrainConfig) -> Work {
+    let [layer, head] = layer_work(config);
     let layers = config.model.n_layer as u64;
-    Ok(Work {
+    Work {
         model: layers * layer.model + head.model,
         repeated: layers * layer.repeated,
-    })
+    }
 }
 
 /// The schedule of every rank, and the layers of every stage.
 pub fn pipeline_plan(config: &TrainConfig) -> Result<PipelinePlan, TrainError> {
-    let [layer, head] = layer_work(config)?;
+    let [layer, head] = layer_work(config);
     let costs = LayerCosts {
         // Rows are looked up.
         embedding: 0,
@@ -197,8 +193,7 @@ fn check_groups(config: &OptimizerConfig, model: &Model) -> Result<(), TrainErro
 
 /// A part of the model that the configuration describes.
 pub(crate) fn network(config: &TrainConfig, dtypes: Dtypes, part: &ModelPart) -> Result<Model, TrainError> {
-    let vocabulary = Vocabulary::of(&config.data.tokenizer)?.size;
-    let model = model::build_part(&config.model, vocabulary, part)?;
+    let model = model::build_part(&config.model, config.vocabulary.size, part)?;
     Ok(model::recomputing(model, config.train.recompute).with_dtype(dtypes.params))
 }
 

@@ -146,6 +146,7 @@ fn words(train: &Train, (ranks, noun): (u64, &str), before: Batch) -> String {
 mod tests {
     use std::collections::BTreeMap;
     use std::path::PathBuf;
+    use std::sync::Arc;
 
     use ddp_proto::env::WorkerEnv;
     use ddp_proto::ids::WorldSize;
@@ -189,6 +190,7 @@ mod tests {
             train,
             parallel: Parallel::default(),
             launch: BTreeMap::default(),
+            vocabulary: Arc::default(),
         }
     }
 

@@ -75,7 +75,7 @@ impl Recorder {
             pace: Pace::new(Instant::now(), first_step, &config.train),
             last_loss: 0.0,
             trained: (0, Duration::ZERO),
-            flops_per_token: work(config)?.model as f64,
+            flops_per_token: work(config).model as f64,
             peak: sheet.map(|sheet| world.size() as f64 * sheet.flops(config.train.precision)),
         })
     }

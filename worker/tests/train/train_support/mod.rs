@@ -79,6 +79,7 @@ impl Job {
             train: config::Train::default(),
             parallel: config::Parallel::default(),
             launch: BTreeMap::default(),
+            vocabulary: Arc::default(),
         };
         config.run.out_dir = Some(folder.path().join("run"));
         config.train.steps = 6;

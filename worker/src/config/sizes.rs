@@ -1,8 +1,8 @@
 //! What the sizes of a model must satisfy, for configurations and for models that a checkpoint describes.
 
-use super::decoder::{Decoder, PositionKind};
-use crate::config::{Model, ModelKind, Problem, TrainConfig, out_of_range};
-use crate::mesh::nearest_multiples;
+use super::keys::out_of_range;
+use super::problem::{Problem, nearest_multiples};
+use super::schema::{Model, ModelKind, TrainConfig};
 
 /// Rows of the token embedding, if all sizes fit each other and `tensor` ranks can share them. `tokens` is the number of
 /// tokens that the tokenizer makes; `vocab_size`, where it is given, may be larger.
@@ -46,10 +46,9 @@ fn heads(model: &Model) -> Option<Problem> {
 }
 
 fn rotary(model: &Model) -> Option<Problem> {
-    let PositionKind::Rotary { theta, scaling } = Decoder::of(model).position_kind else {
-        return None;
-    };
-    let (key, what) = match scaling {
+    let theta = model.rope_theta;
+    let (key, what) = match model.rope_scaling {
+        _ if model.kind != ModelKind::Llama => return None,
         _ if !theta.is_normal() || theta <= 0.0 => {
             ("model.rope_theta", format!("`model.rope_theta` is {theta}"))
         }
