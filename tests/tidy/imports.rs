@@ -1,7 +1,8 @@
 //! Imports between the files of a package form no circle: a reader can begin at the bottom.
 //!
 //! A file depends on the files that define what it imports; what `mod.rs` only passes on (`pub use`) counts as imported
-//! from the file that it comes from. Tests do not count.
+//! from the file that it comes from. Tests do not count. In the worker, in its `plan` and in its `train`, a table says what
+//! stands above what.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -276,6 +277,97 @@ fn rooms_of_a_folder_import_each_other_in_one_direction() {
             "folders of {root} that import each other: {circles:?}"
         );
     }
+}
+
+/// Folders of `worker/src` whose files and rooms stand above each other, and where a table lists them from top to bottom.
+const LAYERED: [(&[&str], &str, &str); 6] = [
+    (&[], "ARCHITECTURE.md", "| module |"),
+    (&["plan"], "worker/src/plan/mod.rs", "| file |"),
+    (&["train"], "worker/src/train/mod.rs", "| file or folder |"),
+    (&["train", "step"], "worker/src/train/step/mod.rs", "| file |"),
+    (
+        &["train", "checkpointing"],
+        "worker/src/train/checkpointing/mod.rs",
+        "| file |",
+    ),
+    (
+        &["train", "reporting"],
+        "worker/src/train/reporting/mod.rs",
+        "| file |",
+    ),
+];
+
+/// The names in the first cells of the table whose head begins so.
+fn listed(text: &str, head: &str) -> Path {
+    let lines = text.lines().map(|line| line.trim_start_matches("//!").trim());
+    let table = lines.skip_while(|line| !line.starts_with(head));
+    let rows = table.skip(2).take_while(|line| line.starts_with('|'));
+    let cells = rows.filter_map(|row| row.split('|').nth(1));
+    let names = cells.flat_map(|cell| cell.split('`').skip(1).step_by(2));
+    names
+        .map(|name| name.trim_end_matches(".rs").trim_end_matches('/').to_owned())
+        .collect()
+}
+
+/// What is wrong with the imports between the parts of a folder that stand in this order: a part that is not listed, and an
+/// import that does not go down.
+fn not_downward(imports: &BTreeMap<Path, BTreeSet<Path>>, folder: &[&str], order: &[String]) -> Vec<String> {
+    let part = |path: &Path| {
+        let is_below = path.len() > folder.len() && path.iter().zip(folder).all(|(a, b)| a == b);
+        is_below.then(|| path[folder.len()].clone())
+    };
+    let place = |part: &String| order.iter().position(|name| name == part);
+    let parts: BTreeSet<String> = imports.keys().filter_map(part).collect();
+    let unlisted = parts.iter().filter(|part| place(part).is_none());
+    let mut wrong: Vec<String> = unlisted.map(|part| format!("`{part}` is not listed")).collect();
+    for (from, to) in imports
+        .iter()
+        .flat_map(|(from, all)| all.iter().map(move |to| (from, to)))
+    {
+        if let (Some(above), Some(below)) = (part(from), part(to))
+            && above != below
+            && place(&above) >= place(&below)
+        {
+            wrong.push(format!("{} imports {}", from.join("::"), to.join("::")));
+        }
+    }
+    wrong
+}
+
+#[test]
+fn what_stands_above_imports_what_stands_below() {
+    let imports = Package::of("worker/src/").imports();
+    for (folder, table, head) in LAYERED {
+        let order = listed(&tree::text_of(table), head);
+        let wrong = not_downward(&imports, folder, &order);
+        assert!(
+            wrong.is_empty(),
+            "against the order in {table}:\n{}",
+            wrong.join("\n")
+        );
+    }
+}
+
+#[test]
+fn imports_against_the_order_are_found() {
+    let table = "//! | file or folder | what |\n//! |---|---|\n//! | `run.rs`, `step/` | a |\n//! | `world.rs` | b |\n//!\n";
+    let order = listed(table, "| file or folder |");
+    assert_eq!(order, ["run", "step", "world"]);
+    let import = |from: &str, to: &str| (words(from), BTreeSet::from([words(to)]));
+    let down = [
+        import("train::run", "train::step::trainer"),
+        import("train::step::trainer", "train::world"),
+    ];
+    let mut imports: BTreeMap<Path, BTreeSet<Path>> = down.into_iter().collect();
+    assert!(not_downward(&imports, &["train"], &order).is_empty());
+    imports.extend([
+        import("train::world", "train::step::trainer"),
+        import("train::new", "data"),
+    ]);
+    assert_eq!(
+        not_downward(&imports, &["train"], &order),
+        ["`new` is not listed", "train::world imports train::step::trainer"]
+    );
 }
 
 #[test]
