@@ -121,7 +121,7 @@ pub(super) fn exchanged(config: &TrainConfig) -> Result<u64, TrainError> {
     };
     let mesh = mesh(&config, &env)?;
     let plan = Arc::new(pipeline_plan(&config)?);
-    let found = Estimate::new(&config, &RankSpec::new(&config, mesh, &plan, 0)?, ENOUGH, true)?;
+    let found = Estimate::new(&RankSpec::new(&config, mesh, &plan, 0)?, ENOUGH, true)?;
     Ok(found.sent.activations)
 }
 
@@ -178,7 +178,7 @@ impl<'a> PlannedMesh<'a> {
     pub(super) fn activations(&self, most: u64) -> Result<Option<Vec<usize>>, TrainError> {
         let mut found = Vec::new();
         for rank in self.first_ranks() {
-            let bytes = self.spec(rank)?.activations(&self.config)?;
+            let bytes = self.spec(rank)?.activations()?;
             if bytes as u64 > most {
                 return Ok(None);
             }
@@ -265,7 +265,7 @@ impl<'a> PlannedMesh<'a> {
             );
             let mut found = match known.iter().find(|(other, _)| *other == part) {
                 Some((_, known)) => *known,
-                None => Estimate::new(&self.config, &self.spec(rank)?, ENOUGH, sends)?,
+                None => Estimate::new(&self.spec(rank)?, ENOUGH, sends)?,
             };
             found.held.activations = activations[index] as u64;
             known.push((part, found));

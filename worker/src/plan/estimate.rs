@@ -13,7 +13,6 @@ use crate::train::idle_world::idle_world;
 use crate::train::rank_spec::RankSpec;
 use crate::train::replica::Replica;
 use crate::train::run_row::rehearse_step;
-use crate::train::strategy::optimizer;
 use crate::train::{Footprint, TrainError};
 
 /// What a rank holds and sends, under one strategy.
@@ -78,22 +77,17 @@ impl Estimate {
     /// The rank that `env` describes: a pure function.
     pub fn of(config: &TrainConfig, env: &WorkerEnv) -> Result<Self, TrainError> {
         let spec = RankSpec::of(config, env)?;
-        Self::new(config, &spec, spec.activations(config)?, true)
+        Self::new(&spec, spec.activations()?, true)
     }
 
     /// The rank of `spec`, with an arena of these bytes for activations. Most of the work is to find out what it `sends`.
-    pub(super) fn new(
-        config: &TrainConfig,
-        spec: &RankSpec,
-        activations: usize,
-        sends: bool,
-    ) -> Result<Self, TrainError> {
+    pub(super) fn new(spec: &RankSpec, activations: usize, sends: bool) -> Result<Self, TrainError> {
         let world = idle_world(spec.strategy.mesh, spec.rank);
-        let (mut replica, mut reducer) = spec.idle(config, &world, activations)?;
+        let (mut replica, mut reducer) = spec.idle(&world, activations)?;
         let home = StateMemory::on_device(world.device.clone());
-        let optimizer = optimizer(&replica.parameters, home, config, &spec.model)?;
+        let optimizer = spec.optimizer(&replica.parameters, home)?;
         let sent = if sends {
-            step_traffic(&mut replica, &mut reducer, config.train.grad_accumulation)?
+            step_traffic(&mut replica, &mut reducer, spec.config.train.grad_accumulation)?
         } else {
             StepTraffic::default()
         };

@@ -18,15 +18,17 @@ use super::world::{Groups, World, stage_messages, tensor_group};
 use crate::config::{Accumulate, LastBatch, TrainConfig};
 use crate::mesh::{Axis, MeshShape};
 use crate::model::{ActivationPool, Model, ModelPart};
+use crate::optim::{Optimizer, StateMemory};
 use crate::parallel::pipeline::PipelinePlan;
 use crate::parallel::{
-    GradientLayout, NormOrder, ONE_COPY, Parameters, Reducer, ReducerConfig, ReplicaSet, ReshardPolicy,
-    is_counted,
+    Dtypes, GradientLayout, NormOrder, ONE_COPY, Parameters, Reducer, ReducerConfig, ReplicaSet,
+    ReshardPolicy, is_counted,
 };
 
 /// What a rank holds and does.
 #[derive(Clone)]
 pub(crate) struct RankSpec {
+    pub(crate) config: TrainConfig,
     /// Global rank.
     pub(crate) rank: usize,
     /// The part of the model that the rank holds.
@@ -54,6 +56,7 @@ impl RankSpec {
     ) -> Result<Self, TrainError> {
         let (model, layout) = held(config, &mesh, &part_of(config, &mesh, plan, rank))?;
         Ok(Self {
+            config: config.clone(),
             rank,
             model,
             layout: Arc::new(layout),
@@ -63,7 +66,7 @@ impl RankSpec {
     }
 
     /// The layout of the gradients of a rank with the blocks of all stages.
-    pub(crate) fn whole_layout(&self, config: &TrainConfig) -> Result<Arc<GradientLayout>, TrainError> {
+    pub(crate) fn whole_layout(&self) -> Result<Arc<GradientLayout>, TrainError> {
         if self.model.part.chunks.is_none() {
             return Ok(self.layout.clone());
         }
@@ -71,17 +74,13 @@ impl RankSpec {
             chunks: None,
             ..self.model.part.clone()
         };
-        Ok(Arc::new(held(config, &self.strategy.mesh, &part)?.1))
+        Ok(Arc::new(held(&self.config, &self.strategy.mesh, &part)?.1))
     }
 
     /// In which order the norm is summed, over the ranks that hold one copy of the model with this one. A pure function: it
     /// lays out what each of them holds. `whole` is [`RankSpec::whole_layout`].
-    pub(crate) fn norm_order(
-        &self,
-        config: &TrainConfig,
-        whole: &GradientLayout,
-    ) -> Result<NormOrder, TrainError> {
-        let mesh = self.strategy.mesh;
+    pub(crate) fn norm_order(&self, whole: &GradientLayout) -> Result<NormOrder, TrainError> {
+        let (config, mesh) = (&self.config, self.strategy.mesh);
         // Ranks of one stage have the same layout: a tensor group cuts everything into equal parts.
         let stages = mesh
             .members(self.rank, &[Axis::Pipeline])
@@ -102,17 +101,17 @@ impl RankSpec {
     }
 
     /// Connects to the other ranks. Every rank must call it.
-    pub(crate) fn connect(&self, world: &World, config: &TrainConfig) -> Result<Groups, TrainError> {
+    pub(crate) fn connect(&self, world: &World) -> Result<Groups, TrainError> {
         let set = ReplicaSet::of(&world.mesh, &self.model.params)?;
         Ok(Groups {
-            gathers: match self.strategy.reshard_policy(&config.parallel) {
+            gathers: match self.strategy.reshard_policy(&self.config.parallel) {
                 ReshardPolicy::KeepAll => set.reduce.clone(),
                 // Apart from the gradients', so that gathering does not queue behind reducing.
                 ReshardPolicy::Release { .. } => world.mesh.group_for(&[Axis::Shard], "parameters")?,
             },
             set,
             tensor: tensor_group(world, self.model.part.sequence)?,
-            messages: stage_messages(world, config, &self.model, &self.plan)?,
+            messages: stage_messages(world, &self.config, &self.model, &self.plan)?,
         })
     }
 
@@ -120,11 +119,10 @@ impl RankSpec {
     pub(crate) fn allocate(
         &self,
         world: &World,
-        config: &TrainConfig,
         Groups { set, gathers, .. }: &Groups,
     ) -> Result<(Parameters, Reducer), TrainError> {
         let (strategy, layout) = (&self.strategy, &self.layout);
-        let (parallel, compute) = (&config.parallel, (&world.device, world.stream));
+        let (parallel, compute) = (&self.config.parallel, (&world.device, world.stream));
         let sharding = Arc::new(strategy.sharding(layout, world.mesh.index(&[Axis::Shard])));
         let policy = strategy.reshard_policy(parallel);
         let parameters = Parameters::new((set, gathers), compute, &self.model, &sharding, policy)?;
@@ -132,39 +130,53 @@ impl RankSpec {
             sync: parallel.sync,
             overlap: parallel.overlap,
             accumulate: strategy.accumulate.unwrap_or(Accumulate::Full),
-            micro_batches: config.train.grad_accumulation,
+            micro_batches: self.config.train.grad_accumulation,
         };
         let reducer = Reducer::over(set, compute, layout.clone(), &sharding, reduction)?;
         Ok((parameters, reducer))
     }
 
-    /// The rank in an idle world, with an arena of these bytes for activations.
-    pub(crate) fn idle(
+    /// The optimizer with the state of what this rank owns, in `home`. It has masters if the parameters are not f32 or not near
+    /// the state. Every rank must call it.
+    pub(crate) fn optimizer(
         &self,
-        config: &TrainConfig,
-        world: &World,
-        activations: usize,
-    ) -> Result<(Replica, Reducer), TrainError> {
-        let groups = self.connect(world, config)?;
-        let (parameters, reducer) = self.allocate(world, config, &groups)?;
+        parameters: &Parameters,
+        home: StateMemory,
+    ) -> Result<Optimizer, TrainError> {
+        let needs_masters = Dtypes::of(&self.config).has_masters() || home.host_state().is_some();
+        let owners = (parameters.replica_set(), &**parameters.sharding());
+        let config = &self.config.train.optimizer;
+        let optimizer = Optimizer::new(home, owners, &self.model.params, config)?;
+        Ok(if needs_masters {
+            optimizer.with_masters(owners.1)?
+        } else {
+            optimizer
+        })
+    }
+
+    /// The rank in an idle world, with an arena of these bytes for activations.
+    pub(crate) fn idle(&self, world: &World, activations: usize) -> Result<(Replica, Reducer), TrainError> {
+        let groups = self.connect(world)?;
+        let (parameters, reducer) = self.allocate(world, &groups)?;
         let (plan, held) = ((&self.plan, activations), (self.model.clone(), parameters));
-        let replica = Replica::new(world, groups, held, plan, config)?;
+        let shape = [self.config.train.micro_batch, self.config.model.block_size];
+        let replica = Replica::new(world, groups, held, plan, shape)?;
         Ok((replica, reducer))
     }
 
     /// Bytes of the arena in which the activations of all micro-batches in flight find a place.
-    pub(crate) fn activations(&self, config: &TrainConfig) -> Result<usize, TrainError> {
+    pub(crate) fn activations(&self) -> Result<usize, TrainError> {
         let mesh = self.strategy.mesh;
         // One after the other, micro-batches use the same memory. Else the last step of an epoch may be short.
         let is_piped = mesh.size(&[Axis::Pipeline]) > 1;
         let longest = if is_piped { self.plan.micro_batches() } else { 1 };
         // A few lengths are enough: what finds no place in the memory is put beside it.
-        let steps = match config.data.last_batch {
+        let steps = match self.config.data.last_batch {
             LastBatch::Wrap => BTreeSet::from([longest]),
             LastBatch::Short => BTreeSet::from([longest, (longest - 1).max(1), longest.div_ceil(2), 1]),
         };
         let world = idle_world(mesh, self.rank);
-        let (mut replica, mut reducer) = self.idle(config, &world, 0)?;
+        let (mut replica, mut reducer) = self.idle(&world, 0)?;
         replica.pool = ActivationPool::planned(world.device.clone(), isize::MAX as usize)?;
         for micro_batches in steps.into_iter().rev() {
             rehearse_step(&mut replica, &mut reducer, micro_batches, &|_| {})?;

@@ -47,14 +47,9 @@ fn specs(config: &TrainConfig) -> Vec<RankSpec> {
 }
 
 /// The pool after some steps and evaluations.
-fn used(
-    config: &TrainConfig,
-    spec: &RankSpec,
-    pool: impl Fn(&World) -> ActivationPool,
-    steps: usize,
-) -> ActivationPool {
+fn used(spec: &RankSpec, pool: impl Fn(&World) -> ActivationPool, steps: usize) -> ActivationPool {
     let world = idle_world(spec.strategy.mesh, spec.rank);
-    let (mut replica, mut reducer) = spec.idle(config, &world, 0).unwrap();
+    let (mut replica, mut reducer) = spec.idle(&world, 0).unwrap();
     replica.pool = pool(&world);
     for _ in 0..steps {
         let all = spec.plan.micro_batches();
@@ -68,9 +63,9 @@ fn check(config: &TrainConfig, what: &str) {
     for spec in specs(config) {
         let held = |bytes| {
             let planned = |world: &World| ActivationPool::planned(world.device.clone(), bytes).unwrap();
-            used(config, &spec, planned, 3).allocated_bytes()
+            used(&spec, planned, 3).allocated_bytes()
         };
-        let bytes = spec.activations(config).unwrap();
+        let bytes = spec.activations().unwrap();
         assert_eq!(held(bytes), bytes, "{what}, rank {}", spec.rank);
         assert!(
             held(bytes - Arena::ALIGNMENT) > bytes,
@@ -127,10 +122,7 @@ fn the_first_rank_keeps_most() {
         ];
         let config = config_of("mlp", [8, 32, 64, 256], &more);
         let specs = specs(&config);
-        specs
-            .iter()
-            .map(|spec| spec.activations(&config).unwrap())
-            .collect()
+        specs.iter().map(|spec| spec.activations().unwrap()).collect()
     };
     let (gpipe, one) = (bytes("gpipe"), bytes("1f1b"));
     assert!(one[0] > one[1] && one[1] > one[2], "{one:?}");
@@ -149,13 +141,8 @@ fn little_is_lost_between_places() {
             for variant in VARIANTS {
                 let config = config_of(kind, sizes, variant);
                 let spec = &specs(&config)[0];
-                let by_size = used(
-                    &config,
-                    spec,
-                    |world| ActivationPool::new(world.device.clone()),
-                    1,
-                );
-                let bytes = spec.activations(&config).unwrap();
+                let by_size = used(spec, |world| ActivationPool::new(world.device.clone()), 1);
+                let bytes = spec.activations().unwrap();
                 let least = by_size.peak_bytes();
                 assert!(
                     bytes as f64 <= (1.0 + lost) * least as f64,

@@ -5,7 +5,6 @@ use std::sync::Arc;
 
 use super::row_state::{RowPurpose, RowState};
 use crate::collective::WorkError;
-use crate::config::TrainConfig;
 use crate::device::{ArenaSpec, Buffer, DType, DeviceError, Event, Stream};
 use crate::mesh::Axis;
 use crate::model::{
@@ -53,22 +52,21 @@ impl MicroBatch {
 }
 
 impl Replica {
-    /// `activations` are the bytes that a rehearsal of the plan has found.
+    /// For micro-batches of `shape`, samples by positions. `activations` are the bytes that a rehearsal of the plan has found.
     pub(crate) fn new(
         world: &World,
         Groups { tensor, messages, .. }: Groups,
         (model, parameters): (Model, Parameters),
         (plan, activations): (&Arc<PipelinePlan>, usize),
-        config: &TrainConfig,
+        shape: [usize; 2],
     ) -> Result<Self, TrainError> {
-        let tokens = [config.train.micro_batch, config.model.block_size];
-        let positions = tokens[0] * tokens[1];
+        let positions = shape[0] * shape[1];
         let dloss = world
             .device
             .alloc(&ArenaSpec::private("loss factors", DType::F32, positions))?;
         let counts = buffers_needed(&model, &plan.row(messages.rank(), plan.micro_batches()));
         Ok(Self {
-            feed: TokenFeed::new(world, tokens, counts)?,
+            feed: TokenFeed::new(world, shape, counts)?,
             row: RowState::new(plan.clone(), messages),
             plan: plan.clone(),
             pool: activation_pool(world, tensor.as_ref(), activations)?,

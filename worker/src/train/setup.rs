@@ -13,7 +13,6 @@ use super::rank_table::{RankTable, StepTable};
 use super::replica::Replica;
 use super::reporting::ProfilingWindow;
 use super::step::{Trainer, TrainerParts};
-use super::strategy::optimizer;
 use super::warm_up::warm_up;
 use super::world::{World, WrapTransport, is_restarted, threads, timeout};
 use crate::checkpoint::{Batch, Disk, State, Storage};
@@ -87,7 +86,7 @@ pub(super) fn open(
 ) -> Result<(TrainConfig, Opened), TrainError> {
     let env = session.env();
     let mut spec = RankSpec::of(config, env)?;
-    let mut whole = spec.whole_layout(config)?;
+    let mut whole = spec.whole_layout()?;
     let dataset = Dataset::open(&config.data, config.model.block_size, &config.vocabulary)?;
     let begins = !is_restarted(env) && RunDir::begins(&config.run, &env.run_id);
     let choice = Choice::of(config, session, parts.device, !begins)?;
@@ -114,7 +113,7 @@ pub(super) fn open(
     };
     if config.train.grad_accumulation != given {
         spec = RankSpec::of(&config, env)?;
-        whole = spec.whole_layout(&config)?;
+        whole = spec.whole_layout()?;
     }
     identity.batch = Some(Batch {
         samples: ranks * (config.train.micro_batch * config.train.grad_accumulation) as u64,
@@ -143,21 +142,21 @@ pub(super) fn prepare<'a>(
 ) -> Result<Prepared<'a>, TrainError> {
     let (dataset, run_dir) = (opened.dataset, opened.run_dir);
     let spec = opened.spec;
-    let norm_order = spec.norm_order(config, &opened.whole)?;
-    let activations = spec.activations(config)?;
+    let norm_order = spec.norm_order(&opened.whole)?;
+    let activations = spec.activations()?;
     let (env, choice) = (session.env(), opened.choice);
     let device = choice.open(config, session, threads(config))?;
     let taken_before = device.taken_bytes();
     let world = World::connect(config, session, device, opened.transport, spec.strategy.mesh)?;
-    let groups = spec.connect(&world, config)?;
+    let groups = spec.connect(&world)?;
     let taken = world
         .device
         .taken_bytes()
         .zip(taken_before)
         .filter(|_| world.size() > 1);
-    let (parameters, reducer) = spec.allocate(&world, config, &groups)?;
+    let (parameters, reducer) = spec.allocate(&world, &groups)?;
     let home = state_home(&world, &parameters, config, &run_dir)?;
-    let optimizer = optimizer(&parameters, home, config, &spec.model)?;
+    let optimizer = spec.optimizer(&parameters, home)?;
     let (set, compute) = (parameters.replica_set(), (&world.device, world.stream));
     let clip = Clip::new(set, compute, (parameters.sharding(), &norm_order), &config.train)?;
     let replica = Replica::new(
@@ -165,7 +164,7 @@ pub(super) fn prepare<'a>(
         groups,
         (spec.model.clone(), parameters),
         (&spec.plan, activations),
-        config,
+        [config.train.micro_batch, config.model.block_size],
     )?;
     let mut parts = TrainerParts {
         optimizer,
@@ -188,7 +187,7 @@ pub(super) fn prepare<'a>(
         world,
         replica,
     };
-    warm_up(config, &parts.replica, &parts.spec, &norm_order, activations)?;
+    warm_up(&parts.replica, &parts.spec, &norm_order, activations)?;
     begin(&mut parts, &opened.origin, &dataset)?;
     let saved = opened.origin.saved().map(|state| &state.config);
     Ok(Prepared {

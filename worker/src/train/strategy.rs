@@ -21,9 +21,9 @@ use crate::config::{
 use crate::costs::Work;
 use crate::mesh::{Axis, GRADIENTS, MeshShape};
 use crate::model::{self, Model, ModelPart};
-use crate::optim::{Optimizer, ParamGroups, StateMemory};
+use crate::optim::ParamGroups;
 use crate::parallel::pipeline::{LayerCosts, PipelinePlan};
-use crate::parallel::{Dtypes, GradientLayout, LayoutConfig, Parameters, ReshardPolicy, Sharding};
+use crate::parallel::{Dtypes, GradientLayout, LayoutConfig, ReshardPolicy, Sharding};
 
 /// The strategy of `parallel.strategy` on a mesh: what is sharded, over which ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -195,24 +195,6 @@ fn check_groups(config: &OptimizerConfig, model: &Model) -> Result<(), TrainErro
 pub(crate) fn network(config: &TrainConfig, dtypes: Dtypes, part: &ModelPart) -> Result<Model, TrainError> {
     let model = model::build_part(&config.model, config.vocabulary.size, part)?;
     Ok(model::recomputing(model, config.train.recompute).with_dtype(dtypes.params))
-}
-
-/// The optimizer with the state of what this rank owns, in `home`. It has masters if the parameters are not f32 or not near
-/// the state. Every rank must call it.
-pub(crate) fn optimizer(
-    parameters: &Parameters,
-    home: StateMemory,
-    config: &TrainConfig,
-    model: &Model,
-) -> Result<Optimizer, TrainError> {
-    let needs_masters = Dtypes::of(config).has_masters() || home.host_state().is_some();
-    let owners = (parameters.replica_set(), &**parameters.sharding());
-    let optimizer = Optimizer::new(home, owners, &model.params, &config.train.optimizer)?;
-    Ok(if needs_masters {
-        optimizer.with_masters(owners.1)?
-    } else {
-        optimizer
-    })
 }
 
 #[cfg(test)]

@@ -14,8 +14,6 @@ use super::rank_spec::RankSpec;
 use super::rank_table::StepTable;
 use super::replica::Replica;
 use super::run_row::{rehearse_evaluation, rehearse_step};
-use super::strategy::optimizer;
-use crate::config::TrainConfig;
 use crate::device::{Arena, ArenaSpec, Buffer, CudaDevice, Device, DeviceError, Event, IdleDevice, Stream};
 use crate::model::Activation;
 use crate::ops::Op;
@@ -25,7 +23,6 @@ use crate::parallel::NormOrder;
 /// Prepares the GPU of `replica`, if it is on one, for all that a step will run. Nothing but its activations is
 /// overwritten.
 pub(super) fn warm_up(
-    config: &TrainConfig,
     replica: &Replica,
     spec: &RankSpec,
     norm_order: &NormOrder,
@@ -42,12 +39,17 @@ pub(super) fn warm_up(
     };
     let device = Arc::new(device) as Arc<dyn Device>;
     let world = idle_world_on(device.clone(), spec.strategy.mesh, spec.rank);
-    let (mut idle, mut reducer) = spec.idle(config, &world, activations)?;
+    let (mut idle, mut reducer) = spec.idle(&world, activations)?;
     let parameters = &idle.parameters;
     let home = StateMemory::on_device(device.clone());
-    let optimizer = optimizer(parameters, home, config, &spec.model)?;
+    let optimizer = spec.optimizer(parameters, home)?;
     let (set, compute) = (parameters.replica_set(), (&device, world.stream));
-    let clip = Clip::new(set, compute, (parameters.sharding(), norm_order), &config.train)?;
+    let clip = Clip::new(
+        set,
+        compute,
+        (parameters.sharding(), norm_order),
+        &spec.config.train,
+    )?;
     let table = StepTable::new(&world)?;
     idle.weigh(1.0);
     // The second micro-batch adds to what the first has left.
