@@ -106,7 +106,7 @@ impl Validated {
         let config = &self.located.config;
         let error = match nodes.max {
             1 => Estimate::of(config, &env).err()?,
-            _ => TrainError::Mesh(check_tensor_groups(&config.parallel, &env).err()?),
+            _ => TrainError::Config(check_tensor_groups(&config.parallel, &env).err()?),
         };
         if exit_code(&error) != exit::USAGE {
             return None;
@@ -305,7 +305,7 @@ fn listen(session: &Session) -> Result<Option<Interrupts>, CliError> {
 /// The error at the place of the key whose value it refuses.
 fn refused(source: &Source, error: &TrainError) -> CliError {
     let key = match error {
-        TrainError::Config(problem) | TrainError::Mesh(problem) => &problem.key,
+        TrainError::Config(problem) => &problem.key,
         _ => "parallel",
     };
     CliError::Config(format!("{}: {error}", source.place(key)))
@@ -329,7 +329,6 @@ fn exit_code(error: &TrainError) -> u8 {
         } if of_checkpoint(error) != FAILED => return exit::DISK,
         TrainError::Refused(_)
         | TrainError::Config(_)
-        | TrainError::Mesh(_)
         | TrainError::Device(DeviceError::TooOld { .. } | DeviceError::NoInstructionSet { .. })
         | TrainError::Layout(_)
         | TrainError::Data(_) => false,

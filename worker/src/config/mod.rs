@@ -26,8 +26,7 @@ mod table;
 mod tests;
 
 pub use load::{Located, MAX_FILE_BYTES, load_without_data};
-pub(crate) use problem::nearest_multiples;
-pub use problem::{ConfigError, Problem};
+pub use problem::{ConfigError, Problem, nearest_multiples};
 pub use reference::reference;
 pub(crate) use schema::star_matches;
 pub use schema::{

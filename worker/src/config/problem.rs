@@ -46,7 +46,7 @@ pub struct ConfigError {
 }
 
 /// The multiples of `divisor` around `value` that are above 0.
-pub(crate) fn nearest_multiples(value: usize, divisor: usize) -> String {
+pub fn nearest_multiples(value: usize, divisor: usize) -> String {
     let above = value.next_multiple_of(divisor);
     match value / divisor * divisor {
         0 => above.to_string(),

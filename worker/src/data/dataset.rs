@@ -207,8 +207,6 @@ pub struct Dataset {
     pub train: Tokens,
     /// What it never sees.
     pub val: Tokens,
-    /// The vocabulary of the tokens.
-    pub vocabulary: Arc<Vocabulary>,
 }
 
 impl Dataset {
@@ -226,11 +224,7 @@ impl Dataset {
             let split = all.len() - all.len() / HELD_OUT_PART;
             (all.part(0..split), all.part(split..all.len()))
         };
-        let dataset = Self {
-            train,
-            val,
-            vocabulary: vocabulary.clone(),
-        };
+        let dataset = Self { train, val };
         for (part, tokens) in [("training", &dataset.train), ("validation", &dataset.val)] {
             if tokens.blocks(block_size) == 0 {
                 let (found, needed) = (counted(tokens.len() as u64, "token"), block_size + 1);

@@ -33,16 +33,14 @@ fn check_tokens(Located { config, source }: &Located) -> Result<(), ConfigError>
         let found = Tokens::count(paths, data, &config.vocabulary);
         found.map_err(|error| data_error(source, key, &error))
     };
-    let (mut training, mut validation) = (tokens("data.train", &config.data.train)?, 0);
-    let mut held_out = "the held-out tenth of `data.train`";
-    if let Some(val) = &config.data.val {
-        (validation, held_out) = (tokens("data.val", val)?, "`data.val`");
-    } else {
-        validation += training / HELD_OUT_PART as u64;
-        training -= validation;
-    }
+    let all = tokens("data.train", &data.train)?;
+    let held_out = all / HELD_OUT_PART as u64;
+    let (training, validation) = match &data.val {
+        Some(val) => (all, ("`data.val`", tokens("data.val", val)?)),
+        None => (all - held_out, ("the held-out tenth of `data.train`", held_out)),
+    };
     let needed = config.model.block_size as u64 + 1;
-    for (part, found) in [("`data.train`", training), (held_out, validation)] {
+    for (part, found) in [("`data.train`", training), validation] {
         if found < needed {
             let what = format!(
                 "`model.block_size` is {}, but {part} has only {}, and a sample needs {needed}",

@@ -156,9 +156,7 @@ fn possible<T>(result: Result<T, TrainError>) -> Result<Option<T>, TrainError> {
         Err(TrainError::Config(problem)) if problem.key.starts_with("train.optimizer.groups") => {
             Err(TrainError::Config(problem))
         }
-        Err(TrainError::Config(_) | TrainError::Refused(_) | TrainError::Mesh(_) | TrainError::Layout(_)) => {
-            Ok(None)
-        }
+        Err(TrainError::Config(_) | TrainError::Refused(_) | TrainError::Layout(_)) => Ok(None),
         Err(error) => Err(error),
     }
 }

@@ -3,10 +3,11 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use ddp_proto::env::WorkerEnv;
 use ddp_proto::words::counted;
 
 use super::TrainError;
-use super::world::is_restarted;
+use super::world::{is_restarted, threads};
 use crate::collective::nccl::Nccl;
 use crate::config::{Backend, Precision, TrainConfig};
 use crate::cuda::{CudaOptions, GpuFacts, KernelCache, count_devices};
@@ -195,22 +196,16 @@ impl Choice {
         }
     }
 
-    /// Opens the device, a CPU with so many threads.
-    pub(super) fn open(
-        self,
-        config: &TrainConfig,
-        session: &Session,
-        threads: usize,
-    ) -> Result<Arc<dyn Device>, TrainError> {
-        let was_killed = is_restarted(session.env());
+    /// Opens the device.
+    pub(super) fn open(self, config: &TrainConfig, env: &WorkerEnv) -> Result<Arc<dyn Device>, TrainError> {
         Ok(match self {
             Self::Given(device) => device,
-            Self::Cpu => Arc::new(CpuDevice::new(threads)?),
+            Self::Cpu => Arc::new(CpuDevice::new(threads(config))?),
             Self::Gpu(ordinal) => Arc::new(CudaDevice::open(CudaOptions {
                 ordinal,
                 tf32: config.train.precision == Precision::Tf32,
                 cache: KernelCache::of_user(),
-                memory_patience: if was_killed {
+                memory_patience: if is_restarted(env) {
                     MEMORY_PATIENCE
                 } else {
                     Duration::ZERO

@@ -67,10 +67,7 @@ pub enum TrainError {
         /// Why, if this rank is one of them.
         cause: Option<Box<CheckpointError>>,
     },
-    /// The ranks cannot be cut into groups as asked.
-    #[error(transparent)]
-    Mesh(Problem),
-    /// A value of the configuration does not fit the others.
+    /// A value of the configuration does not fit the others, or the ranks.
     #[error(transparent)]
     Config(#[from] Problem),
     /// The other ranks could not be joined.

@@ -145,7 +145,7 @@ pub(super) fn prepare<'a>(
     let norm_order = spec.norm_order(&opened.whole)?;
     let activations = spec.activations()?;
     let (env, choice) = (session.env(), opened.choice);
-    let device = choice.open(config, session, threads(config))?;
+    let device = choice.open(config, env)?;
     let taken_before = device.taken_bytes();
     let world = World::connect(config, session, device, opened.transport, spec.strategy.mesh)?;
     let groups = spec.connect(&world)?;
@@ -328,7 +328,7 @@ fn agree(
     dataset: &Dataset,
     choice: &Choice,
 ) -> Result<(), TrainError> {
-    let mut document = document(config, dataset);
+    let mut document = document(config);
     for (section, key) in [
         ("/data", "train"),
         ("/data", "val"),

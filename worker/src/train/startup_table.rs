@@ -9,6 +9,7 @@ use super::step::TrainerParts;
 use super::world::is_restarted;
 use crate::config::{
     Accumulate, LrScaling, Model, ModelKind, OptimizerOffload, Recompute, Strategy, Sync, Train, TrainConfig,
+    Vocabulary,
 };
 use crate::data::{Dataset, Tokens};
 use crate::device::DType;
@@ -78,7 +79,7 @@ fn rows(prepared: &Prepared<'_>) -> Rows {
     table.add("tensor", tensor(trainer));
     table.add("pipeline", pipeline(&trainer.replica.plan));
     table.add("gradient sync", sync(trainer, prepared.reducer.operations()));
-    table.add("tokenizer", tokenizer(&prepared.dataset));
+    table.add("tokenizer", tokenizer(&prepared.dataset, &config.vocabulary));
     table.add("initial weights", prepared.pretrained.clone());
     table.add("optimizer state", offloaded(prepared));
     table.add("recomputation", recomputation(train.recompute));
@@ -144,8 +145,7 @@ fn data(dataset: &Dataset, has_val: bool) -> String {
 }
 
 /// Whose tokens they are, where they are not bytes.
-fn tokenizer(dataset: &Dataset) -> Option<String> {
-    let vocabulary = &dataset.vocabulary;
+fn tokenizer(dataset: &Dataset, vocabulary: &Vocabulary) -> Option<String> {
     if vocabulary.is_bytes() {
         return None;
     }

@@ -91,9 +91,9 @@ impl ShardingStrategy {
 
 /// The mesh of a job, if the optimizer can work on it.
 pub(crate) fn mesh(config: &TrainConfig, env: &WorkerEnv) -> Result<MeshShape, TrainError> {
-    let mesh = MeshShape::new(&config.parallel, env).map_err(TrainError::Mesh)?;
+    let mesh = MeshShape::new(&config.parallel, env)?;
     check_whole_matrices(&config.train.optimizer, &mesh)?;
-    config::check_rows(config).map_err(TrainError::Mesh)?;
+    config::check_rows(config)?;
     Ok(mesh)
 }
 
@@ -137,12 +137,8 @@ pub(crate) fn layer_work(config: &TrainConfig) -> [Work; 2] {
 
 /// Arithmetic of a token.
 pub(crate) fn work(config: &TrainConfig) -> Work {
-    let [layer, head] = layer_work(config);
-    let layers = config.model.n_layer as u64;
-    Work {
-        model: layers * layer.model + head.model,
-        repeated: layers * layer.repeated,
-    }
+    let vocabulary = config.model.vocab_size.unwrap_or(config.vocabulary.size);
+    Work::of(&config.model, vocabulary as u64, config.train.recompute)
 }
 
 /// The schedule of every rank, and the layers of every stage.

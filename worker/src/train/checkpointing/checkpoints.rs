@@ -429,7 +429,7 @@ impl Ended {
 
 /// What a run is, whatever its step.
 pub(crate) fn identity(config: &TrainConfig, dataset: &Dataset) -> Result<State, TrainError> {
-    let mut document = document(config, dataset);
+    let mut document = document(config);
     if let Tokenizer::File(path) = &config.data.tokenizer {
         // Only to find it again: what counts is its hash.
         document["data"][TOKENIZER_FILE] = std::path::absolute(path)
@@ -454,9 +454,9 @@ pub(crate) fn identity(config: &TrainConfig, dataset: &Dataset) -> Result<State,
 }
 
 /// A configuration to be compared with another: a tokenizer is the same wherever its file is.
-pub(crate) fn document(config: &TrainConfig, dataset: &Dataset) -> serde_json::Value {
+pub(crate) fn document(config: &TrainConfig) -> serde_json::Value {
     let mut document = serde_json::to_value(config).expect("a configuration serialises");
-    document["data"]["tokenizer"] = dataset.vocabulary.identity(&config.data.tokenizer).into();
+    document["data"]["tokenizer"] = config.vocabulary.identity(&config.data.tokenizer).into();
     document
 }
 

@@ -184,44 +184,25 @@ fn written(events: Result<EventFile, RunFilesError>) -> Option<EventFile> {
         .ok()
 }
 
-/// What a rank holds, and its process.
-fn with_process(held: Memory) -> Memory {
-    let ProcessMemory { peak_rss, pss } = ProcessMemory::recent();
-    Memory {
-        peak_rss,
-        pss,
-        ..held
-    }
+/// What a rank holds, with what its process had of physical memory when that was last read, at most [`REFRESH`] ago.
+fn with_process(mut held: Memory) -> Memory {
+    static LAST: Mutex<Option<(Instant, [u64; 2])>> = Mutex::new(None);
+    let mut last = LAST.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    [held.peak_rss, held.pss] = match *last {
+        Some((at, memory)) if at.elapsed() < REFRESH => memory,
+        _ => last.insert((Instant::now(), process_memory())).1,
+    };
+    held
 }
 
-/// Bytes of this process.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct ProcessMemory {
-    /// Most physical memory so far.
-    peak_rss: u64,
-    /// Physical memory now, shared pages divided by their users.
-    pss: u64,
-}
-
-impl ProcessMemory {
-    /// What was last read, at most [`REFRESH`] ago.
-    fn recent() -> Self {
-        static LAST: Mutex<Option<(Instant, ProcessMemory)>> = Mutex::new(None);
-        let mut last = LAST.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        match *last {
-            Some((at, memory)) if at.elapsed() < REFRESH => memory,
-            _ => last.insert((Instant::now(), Self::now())).1,
-        }
-    }
-
-    /// Zero if the system does not report it.
-    fn now() -> Self {
-        let read = |path| fs::read_to_string(path).unwrap_or_default();
-        Self {
-            peak_rss: kib(&read("/proc/self/status"), "VmHWM:"),
-            pss: kib(&read("/proc/self/smaps_rollup"), "Pss:"),
-        }
-    }
+/// Most physical memory of this process so far, and now with shared pages divided by their users, in bytes. Zero if the
+/// system does not report it.
+fn process_memory() -> [u64; 2] {
+    [
+        ("/proc/self/status", "VmHWM:"),
+        ("/proc/self/smaps_rollup", "Pss:"),
+    ]
+    .map(|(path, key)| kib(&fs::read_to_string(path).unwrap_or_default(), key))
 }
 
 /// The value of a line `key   123 kB`, in bytes.
@@ -244,6 +225,6 @@ mod tests {
 
     #[test]
     fn this_process_uses_memory() {
-        assert!(ProcessMemory::now().peak_rss > 1 << 20);
+        assert!(process_memory()[0] > 1 << 20);
     }
 }

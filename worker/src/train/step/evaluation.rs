@@ -24,11 +24,10 @@ const PROGRESS_INTERVAL_S: u64 = 10;
 pub(super) fn mean_loss(
     (tokens, block_size): (&Tokens, usize),
     session: &Session,
-    world: &World,
     replica: &mut Replica,
     rank_table: &RankTable,
 ) -> Result<f64, TrainError> {
-    let rows = replica.positions() / block_size;
+    let (world, rows) = (replica.world.clone(), replica.positions() / block_size);
     let blocks = tokens.blocks(block_size);
     let ranks = world.mesh.size(&SAMPLES);
     let share = |rank: usize| eval_blocks(blocks, rank as u64, ranks as u64);

@@ -189,13 +189,7 @@ impl TrainerParts<'_> {
     /// Loss of the held-out text.
     fn validate(&mut self) -> Result<f64, TrainError> {
         let text = (&self.validation, self.config.model.block_size);
-        mean_loss(
-            text,
-            self.session,
-            &self.world,
-            &mut self.replica,
-            &self.rank_table,
-        )
+        mean_loss(text, self.session, &mut self.replica, &self.rank_table)
     }
 
     fn stop_cause(&self) -> String {
