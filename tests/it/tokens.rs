@@ -1,7 +1,10 @@
 //! From texts to token files, and training on them.
 
 use std::ffi::OsStr;
+use std::mem::MaybeUninit;
 use std::path::Path;
+
+use rustix::fs::inotify::{self, CreateFlags, ReadFlags, WatchFlags};
 
 use crate::harness::{
     Finished, Launch, Program, TinyJob, binaries, ddp_train, launch, losses, repository, temp_dir,
@@ -56,6 +59,40 @@ fn llm_c(tokens: &[u8]) -> Vec<u8> {
     bytes.resize(1024, 0);
     bytes.extend(tokens);
     bytes
+}
+
+/// How often `work`, which succeeds, opens a file.
+fn openings(path: &Path, work: Program) -> usize {
+    let watch = inotify::init(CreateFlags::NONBLOCK | CreateFlags::CLOEXEC).expect("inotify");
+    // With the closings between them, the kernel does not merge openings.
+    inotify::add_watch(&watch, path, WatchFlags::OPEN | WatchFlags::CLOSE).expect("a file");
+    work.run().expect_exit(0);
+    let mut buffer = [MaybeUninit::uninit(); 4 << 10];
+    let mut events = inotify::Reader::new(&watch, &mut buffer);
+    let kinds = std::iter::from_fn(|| Some(events.next().ok()?.events()));
+    kinds.filter(|kind| kind.contains(ReadFlags::OPEN)).count()
+}
+
+/// It is a large file, and a plan of layouts makes the model hundreds of times.
+#[test]
+fn a_process_reads_its_tokenizer_once() {
+    let job = TinyJob::with(|yaml| {
+        yaml.replace(
+            "train: text.txt",
+            "train: tokens.bin, dtype: uint16, tokenizer: tokenizer.json",
+        )
+        .replace("steps: 40", "steps: 2")
+    });
+    let tokens: Vec<u8> = (0..8192_u16).flat_map(|i| (i % 61).to_le_bytes()).collect();
+    std::fs::write(job.dir().join("tokens.bin"), tokens).expect("writable");
+    let vocabulary: Vec<String> = (0..64).map(|id| format!("\"t{id}\": {id}")).collect();
+    let tokenizer = job.dir().join("tokenizer.json");
+    let json = format!("{{\"model\": {{\"vocab\": {{{}}}}}}}", vocabulary.join(", "));
+    std::fs::write(&tokenizer, json).expect("writable");
+    let openings = |line: &str| openings(&tokenizer, ddp_train().dir(job.dir()).args(line.split(' ')));
+    assert_eq!(openings("run tiny.yaml"), 1);
+    let plan = "plan tiny.yaml --gpu h100 --nproc-per-node 8 --nnodes 2 --network 400Gb/s --mfu 0.4";
+    assert_eq!(openings(plan), 1);
 }
 
 #[test]
