@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 
 use ddp_worker::config;
 use ddp_worker::device::{
-    Arena, ArenaSpec, Buffer, CpuDevice, DType, Device, DeviceError, Event, Isa, Stream,
+    Arena, ArenaSpec, Buffer, Compute, CpuDevice, DType, Device, DeviceError, Event, Isa, Stream,
 };
 use ddp_worker::model::{Activation, ActivationPool, ChunkState, Context, Model, NoHooks, Passes, build};
 use ddp_worker::ops::{AttentionShape, CHUNK, ClipScale, LinearShape, Op, Rates, Runs, SquaredNorm, Update};
@@ -147,7 +147,7 @@ fn peak_gflops() -> f64 {
 /// One model on one rank.
 struct Run {
     device: Arc<Stopwatch>,
-    stream: Stream,
+    compute: Compute,
     pool: ActivationPool,
     params: LocalParams,
     grads: LocalGrads,
@@ -181,7 +181,6 @@ impl Run {
         let dloss = alloc("dloss", DType::F32, rows)?;
         dloss.host_mut::<f32>()?.fill(1.0 / rows as f32);
         Ok(Self {
-            stream: device.stream(),
             pool: ActivationPool::new(device.clone()),
             params: LocalParams::new(device.as_ref(), model, DType::F32, 1)?,
             grads: LocalGrads::new(device.as_ref(), model, DType::F32)?,
@@ -194,6 +193,7 @@ impl Run {
                 alloc("norm", DType::F32, 1)?,
                 alloc("scale", DType::F32, 1)?,
             ],
+            compute: Compute::new(device.clone()),
             device,
             steps: 0,
         })
@@ -202,8 +202,7 @@ impl Run {
     fn step(&mut self, model: &Model) -> Result<Duration, DeviceError> {
         let started = Instant::now();
         let ctx = Context {
-            device: self.device.as_ref(),
-            stream: self.stream,
+            compute: &self.compute,
             pool: &self.pool,
             params: &self.params,
             targets: &self.targets,
@@ -245,7 +244,7 @@ impl Run {
             scale,
             step: self.steps,
         });
-        self.device.synchronize(self.stream)?;
+        self.compute.synchronize()?;
         Ok(started.elapsed())
     }
 }

@@ -50,7 +50,7 @@ fn apply<T: Element>(device: &dyn Device, comm: &Communicator, elements: &[T], a
         &buffer,
         Launch::after(device.record(stream), Traffic::Grads, "test"),
     );
-    work.wait_on(device, stream, Instant::now() + TIMEOUT);
+    device.wait_event(stream, work.event(), Instant::now() + TIMEOUT);
     let bytes = device.download(stream, &buffer).unwrap();
     work.wait(Instant::now() + TIMEOUT).unwrap();
     from_bytes(&bytes)
@@ -226,7 +226,7 @@ fn rank_of_a_group_with_an_absentee() {
             "{error}"
         );
         // The stream goes on once the operation is aborted.
-        work.wait_on(rank.gpu.as_ref(), rank.gpu.stream(), Instant::now() + TIMEOUT);
+        (rank.gpu).wait_event(rank.gpu.stream(), work.event(), Instant::now() + TIMEOUT);
         // So are operations of the process in other communicators, for the same reason.
         let elsewhere = failure_of(&beside.all_reduce(&buffer, sum, Launch::now(Traffic::Params, "layer 0")));
         assert!(matches!(elsewhere, Failure::GivenUp { .. }), "{elsewhere}");

@@ -504,7 +504,7 @@ mod tests {
 
     use super::super::transport::SingleRank;
     use super::*;
-    use crate::device::{CpuDevice, DType, Held};
+    use crate::device::{Compute, CpuDevice, DType, Held, IdleDevice};
 
     const PATIENCE: Duration = Duration::from_mins(10);
 
@@ -567,7 +567,8 @@ mod tests {
         let cancel = Cancel::new();
         let comm = Communicator::new("world", Box::new(transport), Executor::Thread, PATIENCE, &cancel);
         let device = CpuDevice::new(1).unwrap();
-        (comm.timeline().open(&device, device.stream(), Instant::now())).unwrap();
+        let compute = Compute::new(Arc::new(IdleDevice));
+        comm.timeline().open(&compute, Instant::now()).unwrap();
         let bytes = |grads, params| WireBytes {
             grads,
             params,
@@ -599,10 +600,8 @@ mod tests {
         for transport in [SingleRank::new(3), SingleRank::on_stream(3)] {
             let cancel = Cancel::new();
             let comm = Communicator::new("world", Box::new(transport), Executor::Thread, PATIENCE, &cancel);
-            (comm
-                .timeline()
-                .open(device.as_ref(), device.stream(), Instant::now()))
-            .unwrap();
+            let compute = Compute::new(device.clone());
+            comm.timeline().open(&compute, Instant::now()).unwrap();
             let buffer = buffer(&device);
             let launch = Launch::now(Traffic::Grads, "bucket 0");
             let work = comm.all_reduce(&buffer, ReduceOp::Sum, launch);

@@ -2,7 +2,7 @@
 //!
 //! | file | what it holds |
 //! |---|---|
-//! | `operation` | [`Operation`], [`ReduceOp`], [`Traffic`], [`Request`]: what is asked of a group; [`Work`]: the handle of one operation, with `wait` and `wait_on(stream)` |
+//! | `operation` | [`Operation`], [`ReduceOp`], [`Traffic`], [`Request`]: what is asked of a group; [`Work`]: the handle of one operation, with `wait` for the host and `event` for a stream |
 //! | `error` | [`CollectiveError`] names the operation, [`Failure`] says what happened |
 //! | `wait` | [`Wait`]: bounded, cancellable waiting for other ranks, which the agent can see; over the key-value store too |
 //! | `reduction` | the arithmetic of sums and maxima, in rank order |

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 
 use super::error::{CollectiveError, Failure, name};
-use crate::device::{Buffer, DType, Device, DeviceError, Event, Signal, Stream};
+use crate::device::{Buffer, DType, DeviceError, Event, Signal};
 use crate::timeline::{Interval, Kind};
 
 /// Longest wait for an operation between two checks whether it has failed, which may be before its event is reached.
@@ -309,18 +309,14 @@ impl Work {
         }
     }
 
-    /// Later operations of `stream` run after this one. They run also if this one fails in a stream of its own, and
-    /// may then read incomplete results: only [`Work::wait`] reports the failure.
-    pub fn wait_on(&self, device: &dyn Device, stream: Stream, deadline: Instant) {
-        device.wait_event(stream, self.event(), deadline);
-    }
-
     /// True once it is done or failed.
     pub fn is_done(&self) -> bool {
         (self.outcome)().is_some() || self.event.poll().is_some()
     }
 
-    /// Reached when the operation is done: for an operation that starts with its result.
+    /// Reached when the operation is done: for an operation that starts with its result. One that waits for it in a stream
+    /// runs also if this one fails in a stream of its own, and may then read incomplete results: only [`Work::wait`]
+    /// reports the failure.
     pub fn event(&self) -> &Event {
         &self.event
     }

@@ -7,6 +7,7 @@
 //! | type | what it is |
 //! |---|---|
 //! | [`Device`] | the trait: allocate, enqueue, record, wait |
+//! | [`Compute`] | a device and the stream of it that computes |
 //! | [`CpuDevice`] | operations on host memory, at once, by the threads of a [`Cpu`] |
 //! | [`CudaDevice`] | an NVIDIA GPU |
 //! | [`HostSide`], [`HostPipeline`], [`HostPass`] | work of the host on numbers of a device with memory of its own |
@@ -23,7 +24,10 @@ pub use cuda::CudaDevice;
 pub use host_work::{HostPass, HostPipeline, HostSide, HostWork, PassWork};
 
 use std::any::Any;
+use std::sync::Arc;
 use std::time::Instant;
+
+use bytemuck::NoUninit;
 
 use crate::cuda::GpuFacts;
 pub(crate) use crate::memory::dtype;
@@ -117,6 +121,54 @@ pub trait Device: Any + Send + Sync {
     /// others; none if its memory is the host's, or that is unknown.
     fn taken_bytes(&self) -> Option<usize> {
         None
+    }
+}
+
+/// A device, and the stream of it that computes. Its methods are those of the device on that stream. Clones are the same
+/// stream.
+#[derive(Clone)]
+pub struct Compute {
+    /// Holds the memory and runs the operations.
+    pub device: Arc<dyn Device>,
+    /// The compute stream.
+    pub stream: Stream,
+}
+
+impl Compute {
+    /// A new stream of a device.
+    pub fn new(device: Arc<dyn Device>) -> Self {
+        let stream = device.stream();
+        Self { device, stream }
+    }
+
+    /// See [`Device::enqueue`].
+    pub fn enqueue(&self, op: impl Into<Op>) {
+        self.device.enqueue(self.stream, op.into());
+    }
+
+    /// See [`Device::record`].
+    pub fn record(&self) -> Event {
+        self.device.record(self.stream)
+    }
+
+    /// See [`Device::wait_event`].
+    pub fn wait_event(&self, event: &Event, deadline: Instant) {
+        self.device.wait_event(self.stream, event, deadline);
+    }
+
+    /// See [`Device::upload`].
+    pub fn upload(&self, dst: &Buffer, numbers: &[impl NoUninit]) {
+        (self.device).upload(self.stream, dst, bytemuck::cast_slice(numbers));
+    }
+
+    /// See [`Device::download`].
+    pub fn download(&self, src: &Buffer) -> Result<Vec<u8>, DeviceError> {
+        self.device.download(self.stream, src)
+    }
+
+    /// See [`Device::synchronize`].
+    pub fn synchronize(&self) -> Result<(), DeviceError> {
+        self.device.synchronize(self.stream)
     }
 }
 

@@ -49,8 +49,8 @@ impl LoadedModel {
         let shape = [rows, block_size];
         let (mut inputs, mut targets) = (vec![0; rows * block_size], vec![0; rows * block_size]);
         let alloc = |name| {
-            self.device
-                .alloc(&ArenaSpec::private(name, DType::I32, rows * block_size))
+            let spec = ArenaSpec::private(name, DType::I32, rows * block_size);
+            self.compute.device.alloc(&spec)
         };
         let (inputs_there, targets_there) = (alloc("tokens")?.whole(), alloc("targets")?.whole());
         let inp = Activation::borrowed(inputs_there.clone(), shape.to_vec());
@@ -65,12 +65,10 @@ impl LoadedModel {
             fill_batch(tokens, starts, block_size, (&mut inputs, &mut targets))?;
             self.check_known(&inputs[..read])?;
             self.check_known(&targets[..read])?;
-            self.device
-                .upload(self.stream, &inputs_there, bytemuck::cast_slice(&inputs));
-            self.device
-                .upload(self.stream, &targets_there, bytemuck::cast_slice(&targets));
+            self.compute.upload(&inputs_there, &inputs);
+            self.compute.upload(&targets_there, &targets);
             let losses = passes.evaluate(0..model.blocks.len(), &inp, &mut NoHooks)?;
-            total += sum_of_losses(self.device.as_ref(), self.stream, &losses)?;
+            total += sum_of_losses(&self.compute, &losses)?;
         }
         if !total.is_finite() {
             return Err(InferenceError::not_finite("losses"));

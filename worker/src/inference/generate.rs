@@ -68,7 +68,7 @@ impl Completion {
 impl<'a> Generator<'a> {
     /// An empty text; memory for all positions that the model has.
     pub fn new(loaded: &'a LoadedModel) -> Result<Self, InferenceError> {
-        let (device, positions) = (&loaded.device, loaded.config.block_size);
+        let (device, positions) = (&loaded.compute.device, loaded.config.block_size);
         let (dtype, vocabulary) = (loaded.model.dtype(), loaded.vocabulary());
         let alloc = |name, dtype, len| {
             let arena = device.alloc(&ArenaSpec::private(name, dtype, len))?;
@@ -107,14 +107,9 @@ impl<'a> Generator<'a> {
             )));
         }
         self.loaded.check_known(bytemuck::cast_slice(tokens))?;
-        let LoadedModel {
-            device,
-            stream,
-            model,
-            ..
-        } = self.loaded;
+        let LoadedModel { compute, model, .. } = self.loaded;
         let there = self.tokens.slice(0..count);
-        device.upload(*stream, &there, bytemuck::cast_slice(tokens));
+        compute.upload(&there, tokens);
         let inp = Activation::borrowed(there, vec![1, count]);
         let ctx = self.loaded.context([1, count], None);
         let head = model.blocks.len() - 1;
@@ -128,7 +123,7 @@ impl<'a> Generator<'a> {
         });
         self.positions += count;
         let bytes = bytemuck::cast_slice_mut(&mut self.logits);
-        device.download_to(*stream, &self.logits_there, bytes)?;
+        (compute.device).download_to(compute.stream, &self.logits_there, bytes)?;
         Ok(&self.logits)
     }
 

@@ -6,7 +6,7 @@ use crate::checkpoint::{CheckpointError, Reader, TensorKind};
 use crate::config::{self, Precision, Problem};
 use crate::cuda::{CudaOptions, KernelCache, count_devices};
 use crate::data::DataError;
-use crate::device::{ArenaSpec, Buffer, CpuDevice, CudaDevice, DType, Device, DeviceError, Stream};
+use crate::device::{ArenaSpec, Buffer, Compute, CpuDevice, CudaDevice, DType, Device, DeviceError};
 use crate::model::{self, ActivationPool, Context, Model, ParamId, Params};
 use crate::ops::Cast;
 use crate::tokenize::TokenizeError;
@@ -65,8 +65,7 @@ pub struct LoadedModel {
     /// The checkpoint's `model` section, with the size of the vocabulary.
     pub config: config::Model,
     pub(super) model: Model,
-    pub(super) device: Arc<dyn Device>,
-    pub(super) stream: Stream,
+    pub(super) compute: Compute,
     /// By parameter.
     params: Vec<Buffer>,
     pool: ActivationPool,
@@ -88,33 +87,32 @@ impl LoadedModel {
             Precision::F32 | Precision::Tf32 => DType::F32,
         };
         let model = model::build(&config, 1)?.with_dtype(dtype);
-        let stream = device.stream();
+        let compute = Compute::new(device.clone());
         let mut params = Vec::with_capacity(model.params.len());
         for spec in &model.params {
             let bytes = reader.read_whole(&TensorKind::Parameter.of(&spec.key))?;
             let alloc = |dtype| device.alloc(&ArenaSpec::private(&spec.key, dtype, spec.len()));
             let master = alloc(DType::F32)?.whole();
-            device.upload(stream, &master, &bytes);
+            compute.upload(&master, &bytes);
             if dtype == DType::F32 {
                 params.push(master);
                 continue;
             }
             let param = alloc(dtype)?.whole();
             let (x, out) = (master, param.clone());
-            device.enqueue(stream, Cast { x, out }.into());
+            compute.enqueue(Cast { x, out });
             // The masters of one parameter at a time.
-            device.synchronize(stream)?;
+            compute.synchronize()?;
             params.push(param);
         }
-        device.synchronize(stream)?;
+        compute.synchronize()?;
         let no_targets = ArenaSpec::private("targets", DType::I32, 0);
         Ok(Self {
             no_targets: device.alloc(&no_targets)?.whole(),
             pool: ActivationPool::new(device.clone()),
-            device: device.clone(),
+            compute,
             config,
             model,
-            stream,
             params,
         })
     }
@@ -139,7 +137,7 @@ impl LoadedModel {
 
     /// The device, as in `cpu (2 threads, avx512)`.
     pub fn device_name(&self) -> String {
-        self.device.name()
+        self.compute.device.name()
     }
 
     /// Bytes of memory for activations, which does not shrink.
@@ -150,8 +148,7 @@ impl LoadedModel {
     /// For forward passes over tokens `[samples, positions]`, with targets where losses are wanted.
     pub(super) fn context<'a>(&'a self, shape: [usize; 2], targets: Option<&'a Buffer>) -> Context<'a> {
         Context {
-            device: self.device.as_ref(),
-            stream: self.stream,
+            compute: &self.compute,
             pool: &self.pool,
             params: self,
             targets: targets.unwrap_or(&self.no_targets),

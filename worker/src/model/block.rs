@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use super::{Activation, ActivationPool, Exchange, ExchangeKind, ParamGroup, ParamId, ParamSpec, TensorOps};
 use crate::config::Recompute;
-use crate::device::{Buffer, DType, Device, DeviceError, Event, Stream};
+use crate::device::{Buffer, Compute, DType, DeviceError, Event};
 use crate::ops::{Cast, Op, VocabularyPart};
 use crate::timeline::{Kind, Timeline};
 
@@ -146,9 +146,7 @@ pub struct GradSlot {
 /// What the operations of one micro-batch share.
 pub struct Context<'a> {
     /// Runs the operations.
-    pub device: &'a dyn Device,
-    /// The compute stream.
-    pub stream: Stream,
+    pub compute: &'a Compute,
     /// Memory for activations.
     pub pool: &'a ActivationPool,
     /// Where parameters are.
@@ -185,7 +183,7 @@ impl Context<'_> {
     pub fn enqueue(&self, op: impl Into<Op>) {
         let op = op.into();
         let name = op.name();
-        let enqueue = || self.device.enqueue(self.stream, op);
+        let enqueue = || self.compute.enqueue(op);
         self.spanned(Kind::Operation, || name.into(), enqueue);
     }
 
@@ -220,7 +218,7 @@ impl Context<'_> {
     ) -> Result<(), DeviceError> {
         self.enqueue(op(grads.grad(id)?));
         drop(reads);
-        grads.contributed(id, self.record())
+        grads.contributed(id, self.compute.record())
     }
 
     /// Does some work, which is a span of the timeline if one is open.
@@ -231,10 +229,10 @@ impl Context<'_> {
         work: impl FnOnce() -> T,
     ) -> T {
         let open = self.timeline.filter(|timeline| timeline.is_open());
-        let began = open.and_then(|timeline| timeline.mark(self.device, self.stream));
+        let began = open.and_then(|timeline| timeline.mark(self.compute));
         let done = work();
         if let (Some(timeline), Some(began)) = (open, began) {
-            timeline.end(began, (self.device, self.stream), kind, name());
+            timeline.end(began, self.compute, kind, name());
         }
         done
     }
@@ -259,11 +257,6 @@ impl Context<'_> {
             DeviceError::Upstream("backward wants the factor of each position's gradient".into())
         })?;
         Ok(Activation::borrowed(dloss.clone(), vec![dloss.len()]))
-    }
-
-    /// The event "all that was enqueued so far has run".
-    pub fn record(&self) -> Event {
-        self.device.record(self.stream)
     }
 }
 

@@ -62,7 +62,7 @@ impl Norm {
             dbias: dbias.map(|slot| slot.buffer),
         });
         for id in self.bias.into_iter().chain([self.weight]) {
-            grads.contributed(id, ctx.record())?;
+            grads.contributed(id, ctx.compute.record())?;
         }
         Ok(())
     }

@@ -9,7 +9,7 @@
 use std::ops::Range;
 
 use super::{Activation, Context, GradSink, GradSlot, KvCache, Model, ParamId, Saved, WeightGradient};
-use crate::device::{Device, DeviceError, Event, Stream};
+use crate::device::{Compute, DeviceError, Event};
 use crate::timeline::Kind;
 
 /// One of the two passes over the blocks.
@@ -229,12 +229,8 @@ impl Passes<'_> {
 }
 
 /// Sum of the losses of a micro-batch's positions, without ignored ones. Synchronises.
-pub(crate) fn sum_of_losses(
-    device: &dyn Device,
-    stream: Stream,
-    losses: &Activation,
-) -> Result<f64, DeviceError> {
-    let bytes = device.download(stream, losses.buffer())?;
+pub(crate) fn sum_of_losses(compute: &Compute, losses: &Activation) -> Result<f64, DeviceError> {
+    let bytes = compute.download(losses.buffer())?;
     let losses = bytes.chunks_exact(size_of::<f32>());
     Ok(losses
         .map(bytemuck::pod_read_unaligned::<f32>)

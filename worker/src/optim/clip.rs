@@ -12,13 +12,13 @@ use std::sync::Arc;
 
 use crate::collective::{Communicator, Launch, Traffic, Work};
 use crate::config::Train;
-use crate::device::{Arena, ArenaSpec, Buffer, DType, Device, Stream};
+use crate::device::{Arena, ArenaSpec, Buffer, Compute, DType};
 use crate::ops::{CHUNK, ClipScale, SquaredNorm, UPDATE_NUMBERS, Updates};
 use crate::parallel::{ArenaShare, NormOrder, ReduceError, ReplicaSet, ShardUnit, Sharding};
 
 /// Memory for the norm of the gradients of a model.
 pub struct Clip {
-    device: Arc<dyn Device>,
+    compute: Compute,
     max_norm: Option<f32>,
     betas: [f32; 2],
     sharding: Arc<Sharding>,
@@ -47,10 +47,11 @@ impl Clip {
     /// If `order` is one of another number of ranks.
     pub fn new(
         set: &ReplicaSet,
-        (device, stream): (&Arc<dyn Device>, Stream),
+        compute: &Compute,
         (sharding, order): (&Arc<Sharding>, &NormOrder),
         train: &Train,
     ) -> Result<Self, ReduceError> {
+        let device = &compute.device;
         let private = |name: &str, dtype, len| device.alloc(&ArenaSpec::private(name, dtype, len));
         let owners = set.owners.as_ref();
         assert_eq!(
@@ -67,7 +68,7 @@ impl Clip {
             None => (private("partial norms", DType::F64, len)?.whole(), 0),
         };
         let places = private("order of the chunks", DType::I32, order.places().len())?.whole();
-        device.upload(stream, &places, bytemuck::cast_slice(order.places()));
+        compute.upload(&places, order.places());
         let units = sharding.units().iter().enumerate();
         let is_counted = |unit: &ShardUnit| unit.params.iter().any(|id| set.is_counted(*id));
         let clip = Self {
@@ -78,7 +79,7 @@ impl Clip {
             norm: private("gradient norm", DType::F32, 1)?,
             scale: private("clipping factor", DType::F32, UPDATE_NUMBERS)?,
             updates: private("number of updates", DType::I32, 1)?,
-            device: device.clone(),
+            compute: compute.clone(),
             max_norm: train.grad_clip,
             betas: train.optimizer.betas(),
             counted: units
@@ -87,47 +88,43 @@ impl Clip {
                 .collect(),
             sharding: sharding.clone(),
         };
-        clip.resume(stream, 0);
+        clip.resume(0);
         Ok(clip)
     }
 
     /// Goes on after so many updates.
-    pub fn resume(&self, stream: Stream, updates: u64) {
+    pub fn resume(&self, updates: u64) {
         let updates = i32::try_from(updates).unwrap_or(i32::MAX);
-        self.device
-            .upload(stream, &self.updates.whole(), bytemuck::bytes_of(&updates));
-        self.release(stream);
+        self.compute.upload(&self.updates.whole(), &[updates]);
+        self.release();
     }
 
     /// After a skipped step: the next one may count again.
-    pub fn release(&self, stream: Stream) {
-        let factor = self.scale.slice(0..1);
-        self.device.upload(stream, &factor, bytemuck::bytes_of(&1.0_f32));
+    pub fn release(&self) {
+        self.compute.upload(&self.scale.slice(0..1), &[1.0_f32]);
     }
 
     /// Puts this rank's squares of `grads` on the stream, and tells the other ranks where they own the rest: the
     /// operation that the stream must wait for before [`Clip::finish`]. Every rank must call it.
     #[must_use]
-    pub fn measure(&self, stream: Stream, grads: &ArenaShare) -> Option<Work> {
+    pub fn measure(&self, grads: &ArenaShare) -> Option<Work> {
         for &unit in &self.counted {
             let place = self.sharding.own_ranges(unit);
-            let squares = SquaredNorm {
+            let chunks = place.shard.start / CHUNK..place.shard.end / CHUNK;
+            self.compute.enqueue(SquaredNorm {
                 x: grads.slice(&place),
-                partials: self
-                    .own_sums
-                    .slice(place.shard.start / CHUNK..place.shard.end / CHUNK),
-            };
-            self.device.enqueue(stream, squares.into());
+                partials: self.own_sums.slice(chunks),
+            });
         }
         let owners = self.owners.as_ref()?;
-        let launch = Launch::after(self.device.record(stream), Traffic::Other, "partial norms");
+        let launch = Launch::after(self.compute.record(), Traffic::Other, "partial norms");
         Some(owners.all_gather(&self.sums, launch))
     }
 
     /// Puts norm and factor of what was measured on the stream. `witnesses` are other numbers, `[n]`, f64, that must be
     /// finite.
-    pub fn finish(&self, stream: Stream, witnesses: Option<Buffer>) {
-        let scale = ClipScale {
+    pub fn finish(&self, witnesses: Option<Buffer>) {
+        self.compute.enqueue(ClipScale {
             partials: self.sums.clone(),
             order: Some(self.order.clone()),
             witnesses,
@@ -138,8 +135,7 @@ impl Clip {
                 count: self.updates.whole(),
                 betas: self.betas,
             }),
-        };
-        self.device.enqueue(stream, scale.into());
+        });
     }
 
     /// For the update, `[3]`, f32: the factor, NaN if the step is to be skipped, and both bias corrections. After a NaN
@@ -165,8 +161,7 @@ mod tests {
 
     #[test]
     fn a_long_gradient_is_cut_to_the_bound_and_a_short_one_is_left() {
-        let device: Arc<dyn Device> = Arc::new(CpuDevice::new(1).unwrap());
-        let stream = device.stream();
+        let compute = Compute::new(Arc::new(CpuDevice::new(1).unwrap()));
         let timeout = std::time::Duration::from_secs(10);
         let comm = Communicator::new(
             "solo",
@@ -182,7 +177,7 @@ mod tests {
         let chunks = NormOrder::chunks((&layout, &sharding), 0, &layout, |_| true);
         let order = NormOrder::new(&[chunks]);
         let spec = ArenaSpec::private("grads", DType::F32, layout.len());
-        let grads = device.alloc(&spec).unwrap();
+        let grads = compute.device.alloc(&spec).unwrap();
         {
             let whole = grads.whole();
             let mut elements = whole.host_mut::<f32>().unwrap();
@@ -195,9 +190,9 @@ mod tests {
                 grad_clip: max_norm,
                 ..Train::default()
             };
-            let clip = Clip::new(&set, (&device, stream), (&sharding, &order), &train).unwrap();
-            assert!(clip.measure(stream, &grads).is_none());
-            clip.finish(stream, None);
+            let clip = Clip::new(&set, &compute, (&sharding, &order), &train).unwrap();
+            assert!(clip.measure(&grads).is_none());
+            clip.finish(None);
             assert_eq!(clip.norm().host::<f32>().unwrap()[0], 5.0);
             assert_eq!(clip.scale().host::<f32>().unwrap()[0], scale);
         }

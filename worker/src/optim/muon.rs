@@ -155,7 +155,7 @@ impl Muon {
     /// Exchanges that are under way: what follows on the stream comes after them.
     fn awaited(&self, stream: Stream, exchanges: Vec<Work>) -> Vec<Work> {
         for work in &exchanges {
-            work.wait_on(self.device.as_ref(), stream, self.holders.deadline());
+            (self.device).wait_event(stream, work.event(), self.holders.deadline());
         }
         exchanges
     }

@@ -1,7 +1,7 @@
 //! Batch normalisation over the rows of all ranks of a communicator, as if one rank had them all.
 
 use crate::collective::{Communicator, Launch, ReduceOp, Traffic, WorkError};
-use crate::device::{Buffer, Device, Stream};
+use crate::device::{Buffer, Compute};
 use crate::ops::{BatchNormBackward, BatchNormBackwardSums, BatchNormForward, BatchNormSums};
 
 /// Every rank must call each direction as often, with the same number of channels `C`; the number of rows `R` is each
@@ -13,9 +13,7 @@ pub struct SyncBatchNorm<'a> {
     /// The ranks whose rows are normalised together.
     pub comm: &'a Communicator,
     /// Holds them.
-    pub device: &'a dyn Device,
-    /// The compute stream.
-    pub stream: Stream,
+    pub compute: &'a Compute,
 }
 
 impl SyncBatchNorm<'_> {
@@ -26,9 +24,9 @@ impl SyncBatchNorm<'_> {
             inp: op.inp.clone(),
             sums: op.sums.clone(),
         };
-        self.device.enqueue(self.stream, sums.into());
+        self.compute.enqueue(sums);
         self.sum(&op.sums, "statistics of a batch")?;
-        self.device.enqueue(self.stream, op.into());
+        self.compute.enqueue(op);
         Ok(())
     }
 
@@ -48,18 +46,18 @@ impl SyncBatchNorm<'_> {
             weight,
             dinp,
         };
-        self.device.enqueue(self.stream, own.into());
+        self.compute.enqueue(own);
         self.sum(&op.dsums, "gradients of a batch's statistics")?;
-        self.device.enqueue(self.stream, op.into());
+        self.compute.enqueue(op);
         Ok(())
     }
 
     /// Sums over the ranks, in rank order. An error that is known already is returned.
     fn sum(&self, sums: &Buffer, what: &str) -> Result<(), WorkError> {
-        let launch = Launch::after(self.device.record(self.stream), Traffic::Other, what);
+        let launch = Launch::after(self.compute.record(), Traffic::Other, what);
         let work = self.comm.all_reduce(sums, ReduceOp::Sum, launch);
         let deadline = self.comm.deadline();
-        work.wait_on(self.device, self.stream, deadline);
+        self.compute.wait_event(work.event(), deadline);
         if work.is_done() {
             work.wait(deadline)?;
         }

@@ -24,7 +24,7 @@ use super::comm_times::CommTracker;
 use super::reduction::slots_for;
 use super::{ArenaRanges, ArenaShare, ReduceError, ReplicaSet, Sharding};
 use crate::collective::{CollectiveError, Communicator, Launch, Traffic, Work, WorkError};
-use crate::device::{Arena, ArenaSpec, Buffer, DType, Device, DeviceError, Stream};
+use crate::device::{Arena, ArenaSpec, Buffer, Compute, DType, Device, DeviceError};
 use crate::model::{Model, ParamId, Params, Pass};
 use crate::ops::Cast;
 
@@ -49,9 +49,7 @@ pub enum ReshardPolicy {
 pub struct Parameters {
     set: ReplicaSet,
     comm: Communicator,
-    device: Arc<dyn Device>,
-    /// The compute stream.
-    stream: Stream,
+    compute: Compute,
     sharding: Arc<Sharding>,
     plan: GatherPlan,
     own: ArenaShare,
@@ -75,15 +73,15 @@ struct Gathered {
 
 impl Parameters {
     /// Zeros. Every rank must call it. `comm` gathers over [`ReplicaSet::reduce`]: best it is one that only parameters
-    /// use, so that gathering overlaps with the reduction of gradients. `stream` is the one that computes.
+    /// use, so that gathering overlaps with the reduction of gradients.
     pub fn new(
         (set, comm): (&ReplicaSet, &Communicator),
-        (device, stream): (&Arc<dyn Device>, Stream),
+        compute: &Compute,
         model: &Model,
         sharding: &Arc<Sharding>,
         policy: ReshardPolicy,
     ) -> Result<Self, ReduceError> {
-        let plan = GatherPlan::new(model, sharding, policy);
+        let (plan, device) = (GatherPlan::new(model, sharding, policy), &compute.device);
         let shared = |name, len| comm.alloc_shared(device, &ArenaSpec::on_node(name, model.dtype(), len));
         let private = |len| device.alloc(&ArenaSpec::private("parameters", model.dtype(), len));
         let (own, slots, choice) = if policy == ReshardPolicy::KeepAll {
@@ -113,9 +111,8 @@ impl Parameters {
             tracker: CommTracker::new(device, comm.timeline()),
             set: set.clone(),
             comm: comm.clone(),
-            device: device.clone(),
+            compute: compute.clone(),
             sharding: sharding.clone(),
-            stream,
             plan,
             own,
             slots,
@@ -140,7 +137,7 @@ impl Parameters {
         for &unit in self.plan.needed(block, pass) {
             if let Some(work) = gathered[unit].as_mut().and_then(|gathered| gathered.work.take()) {
                 self.tracker
-                    .wait_in_stream(self.stream, work.event(), self.comm.deadline());
+                    .wait_in_stream(self.compute.stream, work.event(), self.comm.deadline());
             }
         }
         self.tracker.check_input()
@@ -197,14 +194,13 @@ impl Parameters {
         let description = &self.sharding.units()[unit];
         let target = self.slots[slot].slice(0..description.whole.len());
         if let ArenaShare::Shard(_) = self.own {
-            let copy = Cast {
+            self.compute.enqueue(Cast {
                 x: self.own.slice(&self.sharding.own_ranges(unit)),
                 out: target.slice(self.sharding.own(unit)),
-            };
-            self.device.enqueue(self.stream, copy.into());
+            });
         }
         let tag = format!("parameters of {}", description.name);
-        let launch = Launch::after(self.device.record(self.stream), Traffic::Params, tag);
+        let launch = Launch::after(self.compute.record(), Traffic::Params, tag);
         let work = Some(self.tracker.launch(|| self.comm.all_gather(&target, launch)));
         gathered[unit] = Some(Gathered { slot, work });
         true
@@ -251,11 +247,7 @@ impl Parameters {
 
     /// Overwrites `params`, which may be masters, on all ranks with those of rank 0.
     pub fn broadcast(&self, params: &Buffer) -> Result<(), WorkError> {
-        let launch = Launch::after(
-            self.device.record(self.stream),
-            Traffic::Params,
-            "initial parameters",
-        );
+        let launch = Launch::after(self.compute.record(), Traffic::Params, "initial parameters");
         let work = self.set.all.broadcast(params, 0, launch);
         work.wait(self.set.all.deadline()).map(drop)
     }
@@ -277,20 +269,16 @@ impl Parameters {
         let own_bytes = parts.len() * HASH_BYTES;
         let mut own = Vec::with_capacity(own_bytes);
         for (_, place) in parts {
-            let bytes = self.device.download(self.stream, &self.own.slice(place));
+            let bytes = self.compute.download(&self.own.slice(place));
             let hash = blake3::hash(&bytes.map_err(WorkError::Pending)?);
             own.extend_from_slice(&hash.as_bytes()[..HASH_BYTES]);
         }
         let place = hashes.slice(comm.rank() * own_bytes..(comm.rank() + 1) * own_bytes);
-        self.device.upload(self.stream, &place, &own);
-        let launch = Launch::after(
-            self.device.record(self.stream),
-            Traffic::Other,
-            "parameter hashes",
-        );
+        self.compute.upload(&place, &own);
+        let launch = Launch::after(self.compute.record(), Traffic::Other, "parameter hashes");
         let work = comm.all_gather(&hashes.whole(), launch);
         work.wait(comm.deadline())?;
-        let all = self.device.download(self.stream, &hashes.whole());
+        let all = self.compute.download(&hashes.whole());
         let all = all.map_err(WorkError::Pending)?;
         Ok(compared.first_difference(&all, step, self.set.all.size()))
     }

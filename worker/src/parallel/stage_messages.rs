@@ -9,13 +9,12 @@
 //! memory that activations take can be known beforehand.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
-use std::sync::Arc;
 use std::time::Instant;
 
 use super::comm_times::CommTracker;
 use super::pipeline::{Action, ActionKind, Edge, Placement, Transfer};
 use crate::collective::{Communicator, Launch, Traffic, Work, WorkError};
-use crate::device::{ArenaSpec, DType, Device, DeviceError, Stream};
+use crate::device::{ArenaSpec, Compute, DType, DeviceError};
 use crate::mesh::{Axis, Mesh};
 use crate::model::{Activation, ActivationPool};
 
@@ -24,9 +23,7 @@ const HELD: usize = 2;
 
 /// The messages of one rank.
 pub struct StageMessages {
-    device: Arc<dyn Device>,
-    /// The one that computes.
-    stream: Stream,
+    compute: Compute,
     placement: Placement,
     /// This rank along the pipeline.
     rank: usize,
@@ -100,14 +97,13 @@ impl StageMessages {
     /// world in flight.
     pub fn connect(
         mesh: &Mesh,
-        (device, stream): (&Arc<dyn Device>, Stream),
+        compute: &Compute,
         placement: &Placement,
         shape: MessageShape,
     ) -> Result<Self, WorkError> {
         let mut messages = Self {
-            tracker: CommTracker::new(device, mesh.timeline()),
-            device: device.clone(),
-            stream,
+            tracker: CommTracker::new(&compute.device, mesh.timeline()),
+            compute: compute.clone(),
             placement: placement.clone(),
             rank: mesh.index(&[Axis::Pipeline]),
             shape,
@@ -128,12 +124,12 @@ impl StageMessages {
     fn exchange_elements(&self) -> Result<(), WorkError> {
         let links = links(&self.placement);
         let spec = ArenaSpec::private("links between stages", DType::U8, links.len());
-        let elements = self.device.alloc(&spec).map_err(WorkError::Pending)?;
+        let elements = self.compute.device.alloc(&spec).map_err(WorkError::Pending)?;
         let mut works = Vec::new();
         for (index, [from, to]) in links.into_iter().enumerate() {
             let (comm, element) = (self.comm(from, to), elements.slice(index..index + 1));
-            let ready = self.device.record(self.stream);
-            let launch = Launch::after(ready, Traffic::Other, format!("link {from} to {to}"));
+            let tag = format!("link {from} to {to}");
+            let launch = Launch::after(self.compute.record(), Traffic::Other, tag);
             if from == self.rank {
                 works.push(comm.send(&element, to, launch));
             } else if to == self.rank {
@@ -165,7 +161,7 @@ impl StageMessages {
         let transfer = self.transfer(receive);
         let edge = transfer.edge();
         let activation = pool.lease(noun(edge), self.shape.dtype, &self.shape.dimensions)?;
-        let launch = Launch::after(self.device.record(self.stream), Traffic::Pipeline, tag(&transfer));
+        let launch = Launch::after(self.compute.record(), Traffic::Pipeline, tag(&transfer));
         let comm = self.comm(edge.from, edge.to);
         let work = self
             .tracker
@@ -191,7 +187,7 @@ impl StageMessages {
         if self.held.get(&edge).is_some_and(|held| held.len() == HELD) {
             self.let_go(edge)?;
         }
-        let launch = Launch::after(self.device.record(self.stream), Traffic::Pipeline, tag(&transfer));
+        let launch = Launch::after(self.compute.record(), Traffic::Pipeline, tag(&transfer));
         let comm = self.comm(edge.from, edge.to);
         let work = self
             .tracker
@@ -224,7 +220,7 @@ impl StageMessages {
 
     fn await_in_stream(&self, work: &Work) -> Result<(), DeviceError> {
         self.tracker
-            .wait_in_stream(self.stream, work.event(), self.deadline());
+            .wait_in_stream(self.compute.stream, work.event(), self.deadline());
         self.tracker.check_input()
     }
 

@@ -1,10 +1,8 @@
 //! The ranks that hold a model together, over a communicator: what [`TensorOps`] are for blocks.
 
-use std::sync::Arc;
-
 use super::comm_times::CommTracker;
 use crate::collective::{Communicator, Launch, ReduceOp, Traffic, WireBytes};
-use crate::device::{Device, DeviceError, Stream};
+use crate::device::{Compute, DeviceError};
 use crate::model::{Activation, Exchange, ExchangeKind, TensorOps, own_rows};
 
 /// A tensor group. Sums are in rank order, the same bits on every rank.
@@ -13,22 +11,20 @@ use crate::model::{Activation, Exchange, ExchangeKind, TensorOps, own_rows};
 /// as [`Traffic::Activations`].
 pub struct TensorGroup {
     comm: Communicator,
-    device: Arc<dyn Device>,
-    /// Computes the activations.
-    stream: Stream,
+    /// Makes the activations.
+    compute: Compute,
     is_sequence: bool,
     tracker: CommTracker,
 }
 
 impl TensorGroup {
-    /// The ranks of `comm`, with a device and its compute stream; `is_sequence`: each holds its own rows of the residual
-    /// stream. Operations of `comm` best run on the calling thread, since blocks wait for each.
-    pub fn new(comm: Communicator, (device, stream): (&Arc<dyn Device>, Stream), is_sequence: bool) -> Self {
+    /// The ranks of `comm`; `is_sequence`: each holds its own rows of the residual stream. Operations of `comm` best run on
+    /// the calling thread, since blocks wait for each.
+    pub fn new(comm: Communicator, compute: &Compute, is_sequence: bool) -> Self {
         Self {
-            tracker: CommTracker::new(device, comm.timeline()),
+            tracker: CommTracker::new(&compute.device, comm.timeline()),
             comm,
-            device: device.clone(),
-            stream,
+            compute: compute.clone(),
             is_sequence,
         }
     }
@@ -67,7 +63,7 @@ impl TensorOps for TensorGroup {
         if kind != ExchangeKind::AllReduce {
             own_rows(x, [self.index(), self.size()])?;
         }
-        let launch = Launch::after(self.device.record(self.stream), Traffic::Activations, name);
+        let launch = Launch::after(self.compute.record(), Traffic::Activations, name);
         let work = self.tracker.launch(|| match kind {
             ExchangeKind::AllReduce => self.comm.all_reduce(x.buffer(), ReduceOp::Sum, launch),
             ExchangeKind::GatherRows => self.comm.all_gather(x.buffer(), launch),
@@ -79,7 +75,7 @@ impl TensorOps for TensorGroup {
     fn finish(&self, exchange: Exchange) -> Result<(), DeviceError> {
         let deadline = self.comm.deadline();
         self.tracker
-            .wait_in_stream(self.stream, exchange.done(), deadline);
+            .wait_in_stream(self.compute.stream, exchange.done(), deadline);
         self.tracker.check_input()
     }
 }

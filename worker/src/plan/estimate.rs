@@ -84,7 +84,7 @@ impl Estimate {
     pub(super) fn new(spec: &RankSpec, activations: usize, sends: bool) -> Result<Self, TrainError> {
         let world = idle_world(spec.strategy.mesh, spec.rank);
         let (mut replica, mut reducer) = spec.idle(&world, activations)?;
-        let home = StateMemory::on_device(world.device.clone());
+        let home = StateMemory::on_device(world.compute.device.clone());
         let optimizer = spec.optimizer(&replica.parameters, home)?;
         let sent = if sends {
             step_traffic(&mut replica, &mut reducer, spec.config.train.grad_accumulation)?

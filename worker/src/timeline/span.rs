@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use nix::time::{ClockId, clock_gettime};
 use serde::{Deserialize, Serialize};
 
-use crate::device::{Device, DeviceError, Event, Stream};
+use crate::device::{Compute, DeviceError, Event};
 
 /// Most spans that one timeline takes: some hundred steps of a large model. What comes later is counted.
 const MAX_SPANS: usize = 500_000;
@@ -266,11 +266,11 @@ pub struct Recording {
 }
 
 impl Timeline {
-    /// Begins to take spans. What is in `stream` ends first: `deadline` bounds the wait.
-    pub fn open(&self, device: &dyn Device, stream: Stream, deadline: Instant) -> Result<(), DeviceError> {
+    /// Begins to take spans. What is in the stream ends first: `deadline` bounds the wait.
+    pub fn open(&self, compute: &Compute, deadline: Instant) -> Result<(), DeviceError> {
         // A reading takes its time: it is taken before, so that nothing is between the device's time 0 and the host's.
         let (clock, read) = (ClockReading::now(), Instant::now());
-        let point = device.is_asynchronous().then(|| device.record_timed(stream));
+        let point = point_of(compute);
         if let Some(point) = &point {
             point.wait(deadline)?;
         }
@@ -331,36 +331,30 @@ impl Timeline {
         self.0.is_open.load(Ordering::Acquire)
     }
 
-    /// A span begins at the end of `stream`. None while the timeline is closed.
-    pub fn mark(&self, device: &dyn Device, stream: Stream) -> Option<Mark> {
+    /// A span begins at the end of the stream. None while the timeline is closed.
+    pub fn mark(&self, compute: &Compute) -> Option<Mark> {
         self.is_open().then(|| Mark {
             at: Instant::now(),
-            point: device.is_asynchronous().then(|| device.record_timed(stream)),
+            point: point_of(compute),
         })
     }
 
-    /// It ends at what is the end of `stream` now. Where the device runs asynchronously, the host has a span too, of the
+    /// It ends at what is the end of the stream now. Where the device runs asynchronously, the host has a span too, of the
     /// time that it took to tell the device; but for operations, which are many.
-    pub fn end(
-        &self,
-        began: Mark,
-        (device, stream): (&dyn Device, Stream),
-        kind: Kind,
-        name: impl Into<Cow<'static, str>>,
-    ) {
+    pub fn end(&self, began: Mark, compute: &Compute, kind: Kind, name: impl Into<Cow<'static, str>>) {
         let (name, on_host) = (name.into(), Interval::Host([began.at, Instant::now()]));
         let lane = match kind {
             Kind::Step => Lane::Steps,
             _ => Lane::Compute,
         };
-        let Some(begin) = began.point else {
+        let points = began.point.zip(point_of(compute));
+        let Some((begin, end)) = points else {
             return self.record(Span::of(lane, kind, name), on_host);
         };
         if !matches!(kind, Kind::Operation | Kind::Step) {
             self.record(Span::of(Lane::Host, kind, name.clone()), on_host);
         }
-        let in_stream = Interval::Stream([begin, device.record_timed(stream)]);
-        self.record(Span::of(lane, kind, name), in_stream);
+        self.record(Span::of(lane, kind, name), Interval::Stream([begin, end]));
     }
 
     /// It ran in this interval.
@@ -379,6 +373,11 @@ impl Timeline {
     fn tape(&self) -> MutexGuard<'_, Tape> {
         self.0.tape.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// The end of the stream, on a device that runs asynchronously.
+fn point_of(Compute { device, stream }: &Compute) -> Option<Event> {
+    device.is_asynchronous().then(|| device.record_timed(*stream))
 }
 
 impl Origin {
@@ -462,17 +461,15 @@ mod tests {
 
     #[test]
     fn spans_are_taken_while_it_is_open() {
-        let device = CpuDevice::new(1).unwrap();
-        let stream = device.stream();
+        let compute = Compute::new(Arc::new(CpuDevice::new(1).unwrap()));
         let timeline = Timeline::default();
-        let on = (&device as &dyn Device, stream);
-        assert!(timeline.mark(&device, stream).is_none());
+        assert!(timeline.mark(&compute).is_none());
         assert!(timeline.close().is_none());
-        timeline.open(&device, stream, Instant::now()).unwrap();
+        timeline.open(&compute, Instant::now()).unwrap();
         let before = Instant::now();
-        let mark = timeline.mark(&device, stream).unwrap();
-        timeline.end(mark, on, Kind::Forward, "forward");
-        let late = timeline.mark(&device, stream).unwrap();
+        let mark = timeline.mark(&compute).unwrap();
+        timeline.end(mark, &compute, Kind::Forward, "forward");
+        let late = timeline.mark(&compute).unwrap();
         let times = [before, before + Duration::from_millis(5)];
         let collective = Collective {
             bytes: 4096,
@@ -488,7 +485,7 @@ mod tests {
             Interval::Host(times),
         );
         let recording = timeline.close().unwrap();
-        timeline.end(late, on, Kind::Backward, "too late");
+        timeline.end(late, &compute, Kind::Backward, "too late");
         assert_eq!((recording.spans.len(), recording.missed), (2, 0));
         let [forward, reduce] = &recording.spans[..] else {
             panic!()
@@ -499,9 +496,9 @@ mod tests {
         timeline.resume();
         assert!(!timeline.is_open());
         // The next one begins anew, and takes nothing while it is held.
-        timeline.open(&device, stream, Instant::now()).unwrap();
+        timeline.open(&compute, Instant::now()).unwrap();
         timeline.pause();
-        assert!(timeline.mark(&device, stream).is_none());
+        assert!(timeline.mark(&compute).is_none());
         timeline.record(
             Span::of(Lane::Compute, Kind::Wait, "waits"),
             Interval::Host(times),
@@ -513,9 +510,9 @@ mod tests {
 
     #[test]
     fn what_the_device_cannot_time_is_counted() {
-        let device = CpuDevice::new(1).unwrap();
+        let compute = Compute::new(Arc::new(CpuDevice::new(1).unwrap()));
         let timeline = Timeline::default();
-        timeline.open(&device, device.stream(), Instant::now()).unwrap();
+        timeline.open(&compute, Instant::now()).unwrap();
         let points = [Event::reached(), Event::reached()];
         timeline.record(
             Span::of(Lane::Compute, Kind::Wait, "waits"),

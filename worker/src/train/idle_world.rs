@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use super::world::World;
 use crate::collective::{Communicator, Executor, Failure, Purpose, Request, StreamWork, Transport, Wait};
-use crate::device::{Device, Event, IdleDevice};
+use crate::device::{Compute, Device, Event, IdleDevice};
 use crate::mesh::{Mesh, MeshShape};
 use crate::session::Cancel;
 
@@ -28,8 +28,7 @@ pub(crate) fn idle_world_on(device: Arc<dyn Device>, mesh: MeshShape, rank: usiz
     let comm = Communicator::new("planned", Box::new(ranks), Executor::Inline, TIMEOUT, &cancel);
     World {
         mesh: Arc::new(Mesh::new(mesh, comm.clone(), Executor::Inline)),
-        stream: device.stream(),
-        device,
+        compute: Compute::new(device),
         comm,
         cancel,
     }

@@ -122,7 +122,7 @@ impl RankSpec {
         Groups { set, gathers, .. }: &Groups,
     ) -> Result<(Parameters, Reducer), TrainError> {
         let (strategy, layout) = (&self.strategy, &self.layout);
-        let (parallel, compute) = (&self.config.parallel, (&world.device, world.stream));
+        let (parallel, compute) = (&self.config.parallel, &world.compute);
         let sharding = Arc::new(strategy.sharding(layout, world.mesh.index(&[Axis::Shard])));
         let policy = strategy.reshard_policy(parallel);
         let parameters = Parameters::new((set, gathers), compute, &self.model, &sharding, policy)?;
@@ -177,7 +177,7 @@ impl RankSpec {
         };
         let world = idle_world(mesh, self.rank);
         let (mut replica, mut reducer) = self.idle(&world, 0)?;
-        replica.pool = ActivationPool::planned(world.device.clone(), isize::MAX as usize)?;
+        replica.pool = ActivationPool::planned(world.compute.device.clone(), isize::MAX as usize)?;
         for micro_batches in steps.into_iter().rev() {
             rehearse_step(&mut replica, &mut reducer, micro_batches, &|_| {})?;
             rehearse_evaluation(&mut replica, micro_batches)?;

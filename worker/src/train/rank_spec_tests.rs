@@ -62,7 +62,7 @@ fn used(spec: &RankSpec, pool: impl Fn(&World) -> ActivationPool, steps: usize) 
 fn check(config: &TrainConfig, what: &str) {
     for spec in specs(config) {
         let held = |bytes| {
-            let planned = |world: &World| ActivationPool::planned(world.device.clone(), bytes).unwrap();
+            let planned = |world: &World| ActivationPool::planned(world.compute.device.clone(), bytes).unwrap();
             used(&spec, planned, 3).allocated_bytes()
         };
         let bytes = spec.activations().unwrap();
@@ -141,7 +141,7 @@ fn little_is_lost_between_places() {
             for variant in VARIANTS {
                 let config = config_of(kind, sizes, variant);
                 let spec = &specs(&config)[0];
-                let by_size = used(spec, |world| ActivationPool::new(world.device.clone()), 1);
+                let by_size = used(spec, |world| ActivationPool::new(world.compute.device.clone()), 1);
                 let bytes = spec.activations().unwrap();
                 let least = by_size.peak_bytes();
                 assert!(

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use crate::collective::{Launch, Traffic, Work};
-use crate::device::{Arena, ArenaSpec, Buffer, DType, Fetch};
+use crate::device::{Arena, ArenaSpec, Buffer, Compute, DType, Fetch};
 use crate::model::Activation;
 use crate::ops::LossSum;
 use crate::train::TrainError;
@@ -20,7 +20,7 @@ impl<const WIDTH: usize> RankTable<WIDTH> {
     pub(crate) fn new(world: &World, name: &str) -> Result<Self, TrainError> {
         let spec = ArenaSpec::on_node(name, DType::F64, world.size() * WIDTH);
         Ok(Self {
-            rows: world.comm.alloc_shared(&world.device, &spec)?,
+            rows: world.comm.alloc_shared(&world.compute.device, &spec)?,
             world: world.clone(),
         })
     }
@@ -38,26 +38,21 @@ impl<const WIDTH: usize> RankTable<WIDTH> {
 
     /// Writes some columns of this rank's row, from the first on or from a later one.
     pub(crate) fn write(&self, first: usize, numbers: &[f64]) {
-        let World { device, stream, .. } = &self.world;
         let columns = self.own(first..first + numbers.len());
-        device.upload(*stream, &columns, bytemuck::cast_slice(numbers));
+        self.world.compute.upload(&columns, numbers);
     }
 
     /// Gathers the rows. Every rank must call it; `what` is for errors.
     pub(crate) fn share(&self, what: &str) -> Work {
-        let World {
-            device, stream, comm, ..
-        } = &self.world;
-        let launch = Launch::after(device.record(*stream), Traffic::Other, what);
-        comm.all_gather(&self.rows(), launch)
+        let launch = Launch::after(self.world.compute.record(), Traffic::Other, what);
+        self.world.comm.all_gather(&self.rows(), launch)
     }
 
     /// The rows of all ranks, on the host: synchronises. Every rank must call it; `what` is for errors.
     pub(crate) fn gather(&self, what: &str, own: [f64; WIDTH]) -> Result<Vec<[f64; WIDTH]>, TrainError> {
         self.write(0, &own);
         self.share(what).wait(self.world.deadline())?;
-        let World { device, stream, .. } = &self.world;
-        Ok(rows_of(&device.download(*stream, &self.rows())?).collect())
+        Ok(rows_of(&self.world.compute.download(&self.rows())?).collect())
     }
 }
 
@@ -89,13 +84,11 @@ impl StepTable {
 
     /// Adds the losses of a micro-batch, which may be the first one of its step.
     pub(crate) fn add(&self, losses: &Activation, is_first: bool) {
-        let sum = LossSum {
+        self.0.world.compute.enqueue(LossSum {
             losses: losses.buffer().clone(),
             total: self.0.own(0..1),
             accumulate: !is_first,
-        };
-        let World { device, stream, .. } = &self.0.world;
-        device.enqueue(*stream, sum.into());
+        });
     }
 
     /// Gathers the rows. Every rank must call it; `positions` is the number of losses that were not ignored, on a rank whose
@@ -116,7 +109,7 @@ impl StepTable {
 
     /// The rows of all ranks, for the host: [`StepRows::read`].
     pub(crate) fn fetch(&self) -> Fetch {
-        let World { device, stream, .. } = &self.0.world;
+        let Compute { device, stream } = &self.0.world.compute;
         device.fetch(*stream, &self.0.rows())
     }
 }

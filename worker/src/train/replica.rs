@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
+use std::time::Instant;
 
 use super::row_state::{RowPurpose, RowState};
 use crate::collective::WorkError;
@@ -105,9 +106,8 @@ impl Replica {
                 model::fill_init(spec, seed, cut..end, rest);
             }
             let target = masters.slice(&piece.place);
-            optimizer
-                .home()
-                .upload(self.world.stream, &target, bytemuck::cast_slice(&values));
+            let stream = self.world.compute.stream;
+            (optimizer.home()).upload(stream, &target, bytemuck::cast_slice(&values));
             evict(&target);
         }
         Ok(())
@@ -119,11 +119,10 @@ impl Replica {
             return;
         }
         self.factor = Some(factor);
-        let fill = Fill {
+        self.world.compute.enqueue(Fill {
             out: self.dloss.clone(),
             value: factor,
-        };
-        self.world.device.enqueue(self.world.stream, fill.into());
+        });
     }
 
     /// Whether this rank counts its losses: it computes them, and no other rank of its tensor group counts the same ones.
@@ -178,8 +177,7 @@ impl Replica {
         let (world, parameters, model) = (&self.world, &self.parameters, &self.model);
         let no_targets = self.dloss.slice(0..0);
         let ctx = Context {
-            device: world.device.as_ref(),
-            stream: world.stream,
+            compute: &world.compute,
             pool: &self.pool,
             params: parameters,
             targets: targets.as_ref().unwrap_or(&no_targets),
@@ -254,7 +252,7 @@ fn activation_pool(
     tensor: Option<&TensorGroup>,
     bytes: usize,
 ) -> Result<ActivationPool, TrainError> {
-    let device = world.device.clone();
+    let device = world.compute.device.clone();
     let Some(tensor) = tensor else {
         return Ok(ActivationPool::planned(device, bytes)?);
     };
@@ -291,7 +289,7 @@ impl Hooks for ReplicaHooks<'_> {
 struct TokenFeed {
     world: World,
     /// Copies, ahead of the stream that computes.
-    stream: Stream,
+    copies: Compute,
     /// `[B, T]`
     shape: [usize; 2],
     tokens: TokenBuffers,
@@ -301,11 +299,14 @@ struct TokenFeed {
 impl TokenFeed {
     /// For micro-batches of `shape`, samples by positions. `counts` are the numbers of buffers for tokens and for targets.
     fn new(world: &World, shape: [usize; 2], counts: [usize; 2]) -> Result<Self, TrainError> {
-        let device = world.device.as_ref();
+        let device = world.compute.device.clone();
         let named = device.host_side().map(|side| side.named_stream("data"));
         let len = shape.iter().product();
         Ok(Self {
-            stream: named.unwrap_or_else(|| device.stream()),
+            copies: Compute {
+                stream: named.unwrap_or_else(|| device.stream()),
+                device,
+            },
             tokens: TokenBuffers::new(world, ("tokens", len), counts[0])?,
             targets: TokenBuffers::new(world, ("targets", len), counts[1])?,
             world: world.clone(),
@@ -321,11 +322,10 @@ impl TokenFeed {
         batch: &MicroBatch,
         wanted: [bool; 2],
     ) -> (Option<Activation>, Option<Buffer>) {
-        let World { device, stream, .. } = &self.world;
-        let on = (&self.world, self.stream);
-        let tokens = wanted[0].then(|| self.tokens.fill(on, micro_batch, &batch.inputs));
-        let targets = wanted[1].then(|| self.targets.fill(on, micro_batch, &batch.targets));
-        device.wait_event(*stream, &device.record(self.stream), self.world.deadline());
+        let (on, deadline) = (&self.copies, self.world.deadline());
+        let tokens = wanted[0].then(|| self.tokens.fill(on, deadline, micro_batch, &batch.inputs));
+        let targets = wanted[1].then(|| self.targets.fill(on, deadline, micro_batch, &batch.targets));
+        self.world.compute.wait_event(&on.record(), deadline);
         let shaped = |tokens| Activation::borrowed(tokens, self.shape.to_vec());
         (tokens.map(shaped), targets)
     }
@@ -358,7 +358,8 @@ struct TokenBuffer {
 impl TokenBuffers {
     fn new(world: &World, (name, len): (&str, usize), count: usize) -> Result<Self, TrainError> {
         let buffer = |_| {
-            let arena = world.device.alloc(&ArenaSpec::private(name, DType::I32, len))?;
+            let spec = ArenaSpec::private(name, DType::I32, len);
+            let arena = world.compute.device.alloc(&spec)?;
             Ok(TokenBuffer {
                 buffer: arena.whole(),
                 read: Event::reached(),
@@ -370,14 +371,13 @@ impl TokenBuffers {
         })
     }
 
-    fn fill(&mut self, (world, stream): (&World, Stream), micro_batch: usize, numbers: &[i32]) -> Buffer {
+    /// Puts the numbers of a micro-batch on the stream of `copies`, until `deadline`.
+    fn fill(&mut self, copies: &Compute, deadline: Instant, micro_batch: usize, numbers: &[i32]) -> Buffer {
         let free = self.free.pop_front();
         let TokenBuffer { buffer, read } =
             free.expect("there are as many buffers as micro-batches in flight");
-        world.device.wait_event(stream, &read, world.deadline());
-        world
-            .device
-            .upload(stream, &buffer, bytemuck::cast_slice(numbers));
+        copies.wait_event(&read, deadline);
+        copies.upload(&buffer, numbers);
         self.taken.insert(micro_batch, buffer.clone());
         buffer
     }
@@ -385,7 +385,7 @@ impl TokenBuffers {
     /// Frees the buffer of a micro-batch. All that reads it must be in the stream that computes.
     fn release(&mut self, world: &World, micro_batch: usize) {
         if let Some(buffer) = self.taken.remove(&micro_batch) {
-            let read = world.device.record(world.stream);
+            let read = world.compute.record();
             self.free.push_back(TokenBuffer { buffer, read });
         }
     }

@@ -193,7 +193,12 @@ fn summary(
         restarts: env.restart_count,
         checkpoint: trainer.checkpoints.last(),
         failed_saves: trainer.checkpoints.failed() + u64::from(!is_saved),
-        device_taken: trainer.world.device.taken_bytes().map(|bytes| bytes as u64),
+        device_taken: trainer
+            .world
+            .compute
+            .device
+            .taken_bytes()
+            .map(|bytes| bytes as u64),
     }
 }
 

@@ -107,7 +107,7 @@ pub(crate) fn rehearse_step(
         on_losses,
     };
     run_row(replica, RowPurpose::Training, micro_batches, &mut caller)?;
-    let reduced = grads.finish_on(replica.world.stream, replica.world.deadline())?;
+    let reduced = grads.finish_on(replica.world.compute.stream, replica.world.deadline())?;
     Ok(reduced.sums())
 }
 

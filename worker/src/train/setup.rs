@@ -150,6 +150,7 @@ pub(super) fn prepare<'a>(
     let world = World::connect(config, session, device, opened.transport, spec.strategy.mesh)?;
     let groups = spec.connect(&world)?;
     let taken = world
+        .compute
         .device
         .taken_bytes()
         .zip(taken_before)
@@ -157,7 +158,7 @@ pub(super) fn prepare<'a>(
     let (parameters, reducer) = spec.allocate(&world, &groups)?;
     let home = state_home(&world, &parameters, config, &run_dir)?;
     let optimizer = spec.optimizer(&parameters, home)?;
-    let (set, compute) = (parameters.replica_set(), (&world.device, world.stream));
+    let (set, compute) = (parameters.replica_set(), &world.compute);
     let clip = Clip::new(set, compute, (parameters.sharding(), &norm_order), &config.train)?;
     let replica = Replica::new(
         &world,
@@ -209,7 +210,7 @@ fn state_home(
     config: &TrainConfig,
     run_dir: &RunDir,
 ) -> Result<StateMemory, TrainError> {
-    let device = world.device.clone();
+    let device = world.compute.device.clone();
     let offload = &config.train.offload;
     match offload.optimizer {
         OptimizerOffload::None => Ok(StateMemory::on_device(device)),
@@ -241,10 +242,10 @@ fn begin(parts: &mut TrainerParts<'_>, origin: &Origin, dataset: &Dataset) -> Re
             parts.loader =
                 loader(parts.config, &parts.world, dataset).resumed(state.step, state.consumed_samples);
             parts.first_step = state.step;
-            parts.clip.resume(parts.world.stream, state.updates());
+            parts.clip.resume(state.updates());
         }
     }
-    let (home, stream) = (parts.optimizer.home(), parts.world.stream);
+    let (home, stream) = (parts.optimizer.home(), parts.world.compute.stream);
     home.synchronize(stream)?;
     let parameters = &parts.replica.parameters;
     if parameters.sharding().world() == 1 {
@@ -267,7 +268,7 @@ fn broadcast_from_host(
     parameters: &Parameters,
     masters: &Buffer,
 ) -> Result<(), TrainError> {
-    let bounce = world.device.alloc(&ArenaSpec::private(
+    let bounce = world.compute.device.alloc(&ArenaSpec::private(
         "masters on their way",
         masters.dtype(),
         masters.len().min(PIECE),
@@ -277,7 +278,7 @@ fn broadcast_from_host(
         let carried = bounce.slice(0..piece.len());
         let copy = |x: &Buffer, out: &Buffer| {
             let (x, out) = (x.clone(), out.clone());
-            home.enqueue_all(world.stream, vec![Cast { x, out }.into()]);
+            home.enqueue_all(world.compute.stream, vec![Cast { x, out }.into()]);
         };
         copy(&piece, &carried);
         parameters.broadcast(&carried)?;

@@ -72,7 +72,7 @@ fn rows(prepared: &Prepared<'_>) -> Rows {
     table.add("global batch", batch);
     table.add("steps", steps(train, trainer.first_step));
     table.add("memory per rank", memory(&held, snapshot, prepared.nccl_bytes));
-    table.add("device", trainer.world.device.name());
+    table.add("device", trainer.world.compute.device.name());
     table.add("backend", backend(trainer));
     table.add("precision", precision(config));
     table.add("strategy", strategy(trainer));
@@ -87,7 +87,7 @@ fn rows(prepared: &Prepared<'_>) -> Rows {
     table.add("schedule", prepared.steps_before.and_then(stretched));
     table.add("warning", endless_warmup(train));
     let attends = config.model.kind != ModelKind::Mlp && Dtypes::of(config).params == DType::Bf16;
-    let has_tensor_cores = attends && trainer.world.device.peak_bytes().is_some();
+    let has_tensor_cores = attends && trainer.world.compute.device.peak_bytes().is_some();
     let slow = slow_heads(config.model.n_embd / config.model.n_head);
     table.add("warning", slow.filter(|_| has_tensor_cores));
     table.add("out_dir", prepared.run_dir.path().display().to_string());
@@ -122,7 +122,7 @@ fn backend(trainer: &TrainerParts<'_>) -> String {
     let world = trainer.world.size();
     match (world, trainer.session.env().node_count) {
         (1, _) => "one rank".to_owned(),
-        _ if trainer.world.device.peak_bytes().is_some() => format!("{world} ranks, NCCL"),
+        _ if trainer.world.compute.device.peak_bytes().is_some() => format!("{world} ranks, NCCL"),
         (_, 1) => format!("{world} ranks in shared memory"),
         (_, nodes) => format!("{world} ranks on {nodes} nodes, shared memory and TCP"),
     }

@@ -14,7 +14,9 @@ use super::rank_spec::RankSpec;
 use super::rank_table::StepTable;
 use super::replica::Replica;
 use super::run_row::{rehearse_evaluation, rehearse_step};
-use crate::device::{Arena, ArenaSpec, Buffer, CudaDevice, Device, DeviceError, Event, IdleDevice, Stream};
+use crate::device::{
+    Arena, ArenaSpec, Buffer, Compute, CudaDevice, Device, DeviceError, Event, IdleDevice, Stream,
+};
 use crate::model::Activation;
 use crate::ops::Op;
 use crate::optim::{Clip, StateMemory, UpdateStep};
@@ -28,7 +30,7 @@ pub(super) fn warm_up(
     norm_order: &NormOrder,
     activations: usize,
 ) -> Result<(), TrainError> {
-    let (gpu, stream) = (replica.world.device.clone(), replica.world.stream);
+    let Compute { device: gpu, stream } = replica.world.compute.clone();
     let Some(spare) = replica.pool.arena().filter(|_| CudaDevice::of(&*gpu).is_some()) else {
         return Ok(());
     };
@@ -43,7 +45,7 @@ pub(super) fn warm_up(
     let parameters = &idle.parameters;
     let home = StateMemory::on_device(device.clone());
     let optimizer = spec.optimizer(parameters, home)?;
-    let (set, compute) = (parameters.replica_set(), (&device, world.stream));
+    let (set, compute) = (parameters.replica_set(), &world.compute);
     let clip = Clip::new(
         set,
         compute,
@@ -56,19 +58,19 @@ pub(super) fn warm_up(
     let micro_batches = idle.plan.micro_batches().min(2);
     let add = |losses: &Activation| table.add(losses, false);
     let grads = rehearse_step(&mut idle, &mut reducer, micro_batches, &add)?;
-    let _ = clip.measure(world.stream, &grads);
-    clip.finish(world.stream, Some(table.rows()));
+    let _ = clip.measure(&grads);
+    clip.finish(Some(table.rows()));
     let update = UpdateStep {
         scale: clip.scale(),
         lr: 0.0,
         number: 1,
     };
     let own = idle.parameters.own();
-    let _ = optimizer.step(world.stream, own, &grads, &update);
-    optimizer.round(world.stream, own);
+    let stream = world.compute.stream;
+    let _ = optimizer.step(stream, own, &grads, &update);
+    optimizer.round(stream, own);
     rehearse_evaluation(&mut idle, 1)?;
-    replica.world.device.synchronize(stream)?;
-    Ok(())
+    Ok(replica.world.compute.synchronize()?)
 }
 
 /// Prepares a GPU for what it is given.

@@ -8,7 +8,7 @@ use ddp_proto::env::WorkerEnv;
 use super::TrainError;
 use crate::collective::{Communicator, Executor, Transport};
 use crate::config::TrainConfig;
-use crate::device::{Device, Stream};
+use crate::device::{Compute, Device};
 use crate::mesh::{Axis, Mesh, MeshShape};
 use crate::model::Model;
 use crate::parallel::pipeline::PipelinePlan;
@@ -27,10 +27,7 @@ pub type WrapTransport = Arc<dyn Fn(Box<dyn Transport>) -> Box<dyn Transport> + 
 /// This rank's device, stream and communicators. Clones are the same rank.
 #[derive(Clone)]
 pub(crate) struct World {
-    /// Runs the operations.
-    pub(crate) device: Arc<dyn Device>,
-    /// The compute stream.
-    pub(super) stream: Stream,
+    pub(crate) compute: Compute,
     /// All ranks.
     pub(super) comm: Communicator,
     /// Their groups.
@@ -58,15 +55,14 @@ impl World {
             timeout: timeout(config),
         };
         // The first stream of a device is the one that computes.
-        let stream = device.stream();
+        let compute = Compute::new(device);
         let comm = match transport {
             Some(wrap) => join_world_through(session, &options, |transport| wrap(transport))?,
-            None => join_world_on(session, &device, &options)?,
+            None => join_world_on(session, &compute.device, &options)?,
         };
         Ok(Self {
             mesh: Arc::new(Mesh::new(shape, comm.clone(), options.executor)),
-            stream,
-            device,
+            compute,
             comm,
             cancel: session.cancel(),
         })
@@ -87,14 +83,13 @@ impl World {
 
     /// A span of the timeline begins at the end of the stream, if the timeline is open.
     pub(super) fn begin_span(&self) -> Option<Mark> {
-        self.comm.timeline().mark(self.device.as_ref(), self.stream)
+        self.comm.timeline().mark(&self.compute)
     }
 
     /// It ends at what is the end of the stream now.
     pub(super) fn end_span(&self, began: Option<Mark>, kind: Kind, name: impl FnOnce() -> String) {
         if let Some(began) = began {
-            let on = (self.device.as_ref(), self.stream);
-            self.comm.timeline().end(began, on, kind, name());
+            self.comm.timeline().end(began, &self.compute, kind, name());
         }
     }
 
@@ -157,13 +152,8 @@ pub(super) fn stage_messages(
         dimensions,
         dtype: model.dtype(),
     };
-    let compute = (&world.device, world.stream);
-    Ok(StageMessages::connect(
-        &world.mesh,
-        compute,
-        plan.placement(),
-        shape,
-    )?)
+    let (mesh, compute) = (&world.mesh, &world.compute);
+    Ok(StageMessages::connect(mesh, compute, plan.placement(), shape)?)
 }
 
 /// This rank in its tensor group, or `None` if it is alone there. Every rank must call it.
@@ -172,6 +162,5 @@ pub(super) fn tensor_group(world: &World, is_sequence: bool) -> Result<Option<Te
         return Ok(None);
     }
     let comm = world.mesh.group_inline(&[Axis::Tensor], "tensor")?;
-    let compute = (&world.device, world.stream);
-    Ok(Some(TensorGroup::new(comm, compute, is_sequence)))
+    Ok(Some(TensorGroup::new(comm, &world.compute, is_sequence)))
 }

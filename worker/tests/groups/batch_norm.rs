@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use crate::collective_world::{Rank, World, read};
 use ddp_worker::collective::Executor;
-use ddp_worker::device::{ArenaSpec, Buffer, DType};
+use ddp_worker::device::{ArenaSpec, Buffer, Compute, DType};
 use ddp_worker::ops::{BatchNormBackwardSums, BatchNormForward};
 use ddp_worker::parallel::SyncBatchNorm;
 
@@ -48,11 +48,10 @@ fn empty(rank: &Rank, len: usize) -> Buffer {
 
 /// Forward and backward of the rows of one rank; the gradient of the weight on top of ones.
 fn normalise(rank: &Rank, inputs: &[f64], douts: &[f64]) -> Results {
-    let (device, stream) = (rank.device.as_ref(), rank.device.stream());
+    let compute = Compute::new(rank.device.clone());
     let norm = SyncBatchNorm {
         comm: &rank.comm,
-        device,
-        stream,
+        compute: &compute,
     };
     let (inp, weight) = (buffer(rank, inputs), buffer(rank, &WEIGHT));
     let [out, dinp] = [(); 2].map(|()| empty(rank, inputs.len()));
@@ -77,7 +76,7 @@ fn normalise(rank: &Rank, inputs: &[f64], douts: &[f64]) -> Results {
         accumulate_dbias: false,
     };
     norm.backward(backward, weight, dinp.clone()).unwrap();
-    device.synchronize(stream).unwrap();
+    compute.synchronize().unwrap();
     Results {
         out: read(&out),
         dinp: read(&dinp),

@@ -12,7 +12,7 @@ use ddp_proto::env::WorkerEnv;
 use ddp_proto::ids::WorldSize;
 use ddp_worker::collective::{Communicator, Executor, Failure, Launch, RankInfo, ReduceOp, Traffic, connect};
 use ddp_worker::config::{Parallel, Pipeline};
-use ddp_worker::device::{ArenaSpec, DType, DeviceError, Event, EventState};
+use ddp_worker::device::{ArenaSpec, Compute, DType, DeviceError, Event, EventState};
 use ddp_worker::mesh::{Mesh, MeshShape};
 use ddp_worker::model::ActivationPool;
 use ddp_worker::parallel::pipeline::{Action, ActionKind, Placement};
@@ -88,18 +88,18 @@ fn waiting_in_a_pipeline(action: Action) -> String {
     };
     let shape = MeshShape::new(&parallel, &env).unwrap();
     let errors = world.run(Executor::Thread, |rank| {
-        let (device, stream) = (&rank.device, rank.device.stream());
+        let compute = Compute::new(rank.device.clone());
         let mesh = Mesh::new(shape, rank.comm.clone(), Executor::Thread);
         let (placement, dtype) = (Placement::looped(2, 1), DType::F32);
         let dimensions = vec![4];
         let shape = MessageShape { dimensions, dtype };
-        let mut messages = StageMessages::connect(&mesh, (device, stream), &placement, shape).unwrap();
+        let mut messages = StageMessages::connect(&mesh, &compute, &placement, shape).unwrap();
         if messages.rank() != action.rank {
             // Stays connected, as one that is slow or stopped.
             over.lock().unwrap().recv_timeout(PATIENCE).unwrap();
             return String::new();
         }
-        let pool = ActivationPool::new(device.clone());
+        let pool = ActivationPool::new(rank.device.clone());
         messages.begin();
         let waited = if action.kind.is_receive() {
             let arrival = messages.receive(action, &pool).unwrap();
@@ -109,7 +109,7 @@ fn waiting_in_a_pipeline(action: Action) -> String {
             messages.send(action, activation).unwrap();
             messages.finish()
         };
-        let error = waited.and_then(|()| device.synchronize(stream)).unwrap_err();
+        let error = waited.and_then(|()| compute.synchronize()).unwrap_err();
         is_over.send(()).unwrap();
         error.to_string()
     });

@@ -8,7 +8,7 @@ use ddp_proto::env::WorkerEnv;
 use ddp_proto::ids::WorldSize;
 use ddp_worker::collective::Executor;
 use ddp_worker::config::{self, Accumulate, ModelKind, Parallel, Pipeline, ShardGroup, Strategy};
-use ddp_worker::device::DType;
+use ddp_worker::device::{Compute, DType};
 use ddp_worker::mesh::{Axis, Mesh, MeshShape};
 use ddp_worker::model::{self, AxisRole, GroupId, Init, ModelPart, ParamId, ParamSpec};
 use ddp_worker::parallel::{
@@ -209,14 +209,13 @@ impl Member {
     }
 
     fn reducer(&self) -> Result<Reducer, ReduceError> {
-        let device = &self.rank.device;
         let config = ReducerConfig {
             accumulate: self.case.accumulate,
             micro_batches: self.case.micro_batches,
             ..ReducerConfig::default()
         };
-        let compute = (device, device.stream());
-        Reducer::over(&self.set, compute, self.layout.clone(), &self.sharding, config)
+        let compute = Compute::new(self.rank.device.clone());
+        Reducer::over(&self.set, &compute, self.layout.clone(), &self.sharding, config)
     }
 }
 
@@ -287,9 +286,9 @@ fn differences(case: Case, policy: ReshardPolicy, (key, culprit): (&str, usize))
         let config = LayoutConfig::new(case.replicate * case.shard);
         let layout = GradientLayout::of_model(&model, &config).unwrap();
         let sharding = Arc::new(case.sharding(&layout, at(Axis::Shard)));
-        let compute = (&rank.device, rank.device.stream());
+        let compute = Compute::new(rank.device.clone());
         let comms = (&set, &set.reduce);
-        let parameters = Parameters::new(comms, compute, &model, &sharding, policy).unwrap();
+        let parameters = Parameters::new(comms, &compute, &model, &sharding, policy).unwrap();
         assert_eq!(parameters.difference(0).unwrap(), None);
         let mut own = sharding.own_pieces().into_iter();
         let place = own.find(|piece| model.params[piece.param.0].key == key);

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use ddp_worker::collective::{Communicator, Executor, RankInfo, connect};
 use ddp_worker::config::{self, Accumulate, ModelKind, Sync};
-use ddp_worker::device::{CpuDevice, Device, Event};
+use ddp_worker::device::{Compute, CpuDevice, Device, Event};
 use ddp_worker::model::{self, ParamId};
 use ddp_worker::parallel::{
     GradSpec, GradientLayout, LayoutConfig, Parameters, ReduceError, Reducer, ReducerConfig, ReplicaSet,
@@ -137,8 +137,8 @@ fn staged(comm: &Communicator, device: &Arc<dyn Device>, layout: &Arc<GradientLa
         accumulate: Accumulate::Sharded,
         ..ReducerConfig::default()
     };
-    let (set, compute) = (ReplicaSet::of_all(comm.clone()), (device, device.stream()));
-    Reducer::over(&set, compute, layout.clone(), &sharding, config).unwrap()
+    let (set, compute) = (ReplicaSet::of_all(comm.clone()), Compute::new(device.clone()));
+    Reducer::over(&set, &compute, layout.clone(), &sharding, config).unwrap()
 }
 
 #[test]
@@ -211,9 +211,9 @@ fn replicas_start_as_rank_0_and_differences_are_found() {
     let layout = GradientLayout::of_model(&model, &LayoutConfig::new(3)).unwrap();
     let sharding = Arc::new(Sharding::replicated(&layout));
     let outcomes = ranks(3, Executor::Thread, &Cancel::new(), |comm, device| {
-        let (set, compute) = (ReplicaSet::of_all(comm.clone()), (&device, device.stream()));
+        let (set, compute) = (ReplicaSet::of_all(comm.clone()), Compute::new(device));
         let keep = ReshardPolicy::KeepAll;
-        let parameters = Parameters::new((&set, &comm), compute, &model, &sharding, keep).unwrap();
+        let parameters = Parameters::new((&set, &comm), &compute, &model, &sharding, keep).unwrap();
         let params = parameters.own().arena().whole();
         params.host_mut::<f32>().unwrap().fill(comm.rank() as f32 + 1.0);
         parameters.broadcast(&params).unwrap();

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use crate::collective_world::{Rank, World, numbers};
 use ddp_worker::collective::{Executor, Failure, WireBytes, WorkError};
-use ddp_worker::device::{Buffer, DeviceError, Element, Stream};
+use ddp_worker::device::{Buffer, Compute, DeviceError, Element};
 use ddp_worker::model::{Activation, ExchangeKind, TensorOps};
 use ddp_worker::ops::{AddBiasResidual, Fill, Op};
 use ddp_worker::parallel::TensorGroup;
@@ -15,14 +15,14 @@ const WORLDS: [&[usize]; 6] = [&[1], &[2], &[3], &[4], &[1, 1], &[2, 2]];
 struct Member {
     rank: Rank,
     group: TensorGroup,
-    stream: Stream,
+    compute: Compute,
 }
 
 impl Member {
     fn new(rank: Rank) -> Self {
-        let stream = rank.device.stream();
-        let group = TensorGroup::new(rank.comm.clone(), (&rank.device, stream), false);
-        Self { rank, group, stream }
+        let compute = Compute::new(rank.device.clone());
+        let group = TensorGroup::new(rank.comm.clone(), &compute, false);
+        Self { rank, group, compute }
     }
 
     fn index(&self) -> usize {
@@ -43,11 +43,11 @@ impl Member {
     }
 
     fn run(&self, op: impl Into<Op>) {
-        self.rank.device.enqueue(self.stream, op.into());
+        self.compute.enqueue(op);
     }
 
     fn read(&self, buffer: &Buffer) -> Vec<f32> {
-        self.rank.device.synchronize(self.stream).unwrap();
+        self.compute.synchronize().unwrap();
         crate::collective_world::read(buffer)
     }
 

@@ -25,7 +25,7 @@ use std::time::Instant;
 use super::readiness::ReduceError;
 use crate::collective::{Communicator, Launch, ReduceOp, Traffic, Work};
 use crate::config::{Accumulate, Sync};
-use crate::device::{Arena, ArenaSpec, Buffer, DType, Device, Event, Stream};
+use crate::device::{Arena, ArenaSpec, Buffer, Compute, DType, Event};
 use crate::model::ParamId;
 use crate::ops::{Cast, ColumnSum, Fill};
 use crate::parallel::comm_times::CommTracker;
@@ -225,7 +225,8 @@ struct PendingSum {
 
 /// The gradients of a rank, and the operations that sum them.
 pub(super) struct GradUnits {
-    device: Arc<dyn Device>,
+    /// In the order of its stream slots are reused.
+    compute: Compute,
     comm: Communicator,
     replicate: Option<Communicator>,
     copy_groups: Vec<CopyGroup>,
@@ -236,8 +237,6 @@ pub(super) struct GradUnits {
     /// By parameter, where all of them lie in one arena.
     grads: Vec<Buffer>,
     slots: Vec<Slot>,
-    /// In whose order slots are reused.
-    stream: Stream,
     launches: u64,
     /// Units that were summed over the copies in this step: always a prefix.
     replicated: usize,
@@ -246,15 +245,15 @@ pub(super) struct GradUnits {
 }
 
 impl GradUnits {
-    /// Every rank of `set` must call it, with the same layout; `stream` computes the gradients.
+    /// Every rank of `set` must call it, with the same layout; `compute` makes the gradients.
     pub(super) fn new(
         set: &ReplicaSet,
-        (device, stream): (&Arc<dyn Device>, Stream),
+        compute: &Compute,
         layout: &GradientLayout,
         sharding: &Arc<Sharding>,
         (accumulate, sync): (Accumulate, Sync),
     ) -> Result<Self, ReduceError> {
-        let is_staged = accumulate == Accumulate::Sharded;
+        let (device, is_staged) = (&compute.device, accumulate == Accumulate::Sharded);
         let reductions = Reduction::all(layout, sharding, sync, &set.copy_groups);
         let (sizes, choice) = slots_of(&reductions, layout, is_staged);
         let shared = |name, dtype: DType, len| {
@@ -290,10 +289,10 @@ impl GradUnits {
             grads: grads
                 .map(|id| sums.arena().slice(sharding.whole_range(ParamId(id))))
                 .collect(),
-            stream: if slots.is_empty() || is_staged {
-                stream
+            compute: if slots.is_empty() || is_staged {
+                compute.clone()
             } else {
-                device.stream()
+                Compute::new(device.clone())
             },
             sums,
             slots,
@@ -301,7 +300,6 @@ impl GradUnits {
             replicated: 0,
             in_flight: Vec::new(),
             tracker: CommTracker::new(device, set.all.timeline()),
-            device: device.clone(),
             comm: set.reduce.clone(),
             replicate: set.replicate.clone(),
             copy_groups: set.copy_groups.clone(),
@@ -380,7 +378,7 @@ impl GradUnits {
         let slot = self.take_slot(unit)?;
         for gap in self.sharding.gaps(unit) {
             let out = self.slots[slot].arena.slice(gap);
-            self.device.enqueue(self.stream, Fill { out, value: 0.0 }.into());
+            self.compute.enqueue(Fill { out, value: 0.0 });
         }
         self.sum_copies();
         Ok(slot)
@@ -422,7 +420,7 @@ impl GradUnits {
         let stored = if self.slots.is_empty() || self.is_staged() {
             Event::reached()
         } else {
-            self.device.record(self.stream)
+            self.compute.record()
         };
         self.sum_copies();
         stored
@@ -465,14 +463,13 @@ impl GradUnits {
             .take_slot(index)
             .expect("a narrowed unit is launched at once");
         // For arithmetic, not for communication.
-        self.device.wait_event(self.stream, &ready, self.comm.deadline());
+        self.compute.wait_event(&ready, self.comm.deadline());
         let narrow = self.slots[slot].arena.slice(0..len);
-        let cast = Cast {
+        self.compute.enqueue(Cast {
             x: place,
             out: narrow.clone(),
-        };
-        self.device.enqueue(self.stream, cast.into());
-        (narrow, self.device.record(self.stream), Some(slot))
+        });
+        (narrow, self.compute.record(), Some(slot))
     }
 
     /// The slot that a unit is written in.
@@ -501,22 +498,21 @@ impl GradUnits {
         let Some(PendingSum { unit, work, round }) = slot.pending.take() else {
             return;
         };
-        let unit = &mut self.units[unit];
+        let (unit, stream) = (&mut self.units[unit], self.compute.stream);
         match unit.place {
-            None => self.tracker.wait_in_stream(self.stream, work.event(), deadline),
-            Some(_) => (self.tracker).wait_in_side_stream(self.stream, work.event(), deadline),
+            None => self.tracker.wait_in_stream(stream, work.event(), deadline),
+            Some(_) => self.tracker.wait_in_side_stream(stream, work.event(), deadline),
         }
         let x = slot.arena.slice(unit.reduction.own.clone());
         let (out, accumulate) = (unit.target.clone(), round.index > 0);
-        let op = if accumulate {
+        if accumulate {
             // One row: an addition.
-            ColumnSum { x, out, accumulate }.into()
+            self.compute.enqueue(ColumnSum { x, out, accumulate });
         } else {
-            Cast { x, out }.into()
-        };
-        self.device.enqueue(self.stream, op);
+            self.compute.enqueue(Cast { x, out });
+        }
         if round.is_last() {
-            unit.stored = Some(self.device.record(self.stream));
+            unit.stored = Some(self.compute.record());
         }
     }
 

@@ -23,7 +23,7 @@ use super::readiness::{Readiness, ReduceError};
 use super::use_accumulators::UseAccumulators;
 use crate::collective::{Communicator, WorkError};
 use crate::config::{Accumulate, Sync};
-use crate::device::{Buffer, Device, DeviceError, Element, Event, HostMut, HostRef, Stream};
+use crate::device::{Buffer, Compute, Device, DeviceError, Element, Event, HostMut, HostRef, Stream};
 use crate::model::{GradSink, GradSlot, ParamId};
 use crate::parallel::comm_times::{CommTimes, DeviceTimes};
 use crate::parallel::{ArenaShare, GradientLayout, ReplicaSet, Sharding};
@@ -138,14 +138,14 @@ impl Reducer {
     ) -> Result<Self, ReduceError> {
         let sharding = Arc::new(Sharding::replicated(&layout));
         let set = ReplicaSet::of_all(comm.clone());
-        Self::over(&set, (device, device.stream()), layout, &sharding, config)
+        Self::over(&set, &Compute::new(device.clone()), layout, &sharding, config)
     }
 
     /// A reducer that leaves each sum on the ranks that own it. Every rank of `set` must call it; `sharding` is over
-    /// [`ReplicaSet::reduce`], or replicated. `stream` is the one that computes the gradients.
+    /// [`ReplicaSet::reduce`], or replicated. `compute` makes the gradients.
     pub fn over(
         set: &ReplicaSet,
-        (device, stream): (&Arc<dyn Device>, Stream),
+        compute: &Compute,
         layout: Arc<GradientLayout>,
         sharding: &Arc<Sharding>,
         config: ReducerConfig,
@@ -159,12 +159,12 @@ impl Reducer {
             )));
         }
         let uses = if config.micro_batches > 1 && !is_staged {
-            UseAccumulators::new(&layout, (device, stream))?
+            UseAccumulators::new(&layout, compute)?
         } else {
-            UseAccumulators::none((device, stream))
+            UseAccumulators::none(compute)
         };
         let kept = (config.accumulate, config.sync);
-        let grads = GradUnits::new(set, (device, stream), &layout, sharding, kept)?;
+        let grads = GradUnits::new(set, compute, &layout, sharding, kept)?;
         let mut unit_of = vec![0; layout.params()];
         for unit in 0..grads.len() {
             for id in grads.params(unit) {

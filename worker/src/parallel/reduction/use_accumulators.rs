@@ -7,9 +7,8 @@
 //! added in the order of the uses when the last contribution is there.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
 
-use crate::device::{ArenaSpec, Buffer, Device, DeviceError, Event, Stream};
+use crate::device::{ArenaSpec, Buffer, Compute, DeviceError, Event};
 use crate::model::ParamId;
 use crate::ops::ColumnSum;
 use crate::parallel::GradientLayout;
@@ -26,9 +25,7 @@ struct ParamUse {
 
 /// The sums of the uses of all tied parameters.
 pub(super) struct UseAccumulators {
-    device: Arc<dyn Device>,
-    /// Computes the gradients.
-    stream: Stream,
+    compute: Compute,
     /// By parameter that several blocks use: its uses, in forward order.
     tied: BTreeMap<ParamId, Vec<ParamUse>>,
     /// The block whose contributions are made at the moment.
@@ -37,30 +34,24 @@ pub(super) struct UseAccumulators {
 
 impl UseAccumulators {
     /// Without accumulators: all uses of a parameter are added to one sum.
-    pub(super) fn none((device, stream): (&Arc<dyn Device>, Stream)) -> Self {
+    pub(super) fn none(compute: &Compute) -> Self {
         Self {
-            device: device.clone(),
-            stream,
+            compute: compute.clone(),
             tied: BTreeMap::new(),
             block: None,
         }
     }
 
     /// Accumulators for the parameters that several blocks of the layout use.
-    pub(super) fn new(
-        layout: &GradientLayout,
-        compute: (&Arc<dyn Device>, Stream),
-    ) -> Result<Self, DeviceError> {
+    pub(super) fn new(layout: &GradientLayout, compute: &Compute) -> Result<Self, DeviceError> {
         let mut all = Self::none(compute);
         for id in (0..layout.params()).map(ParamId) {
             let spec = layout.spec(id);
             let sum = |nth: usize| {
                 let name = format!("gradient of use {} of `{}`", nth + 1, spec.name);
                 let len = layout.range(id).len();
-                let arena = all
-                    .device
-                    .alloc(&ArenaSpec::private(name, layout.accumulated(), len));
-                arena.map(|arena| arena.whole())
+                let spec = ArenaSpec::private(name, layout.accumulated(), len);
+                compute.device.alloc(&spec).map(|arena| arena.whole())
             };
             let of_block = |(nth, &block): (usize, &usize)| {
                 Ok::<_, DeviceError>(ParamUse {
@@ -124,14 +115,13 @@ impl UseAccumulators {
         let mut accumulate = first.is_written;
         for x in later.iter().filter(|tied| tied.is_written) {
             // One row: an addition.
-            let add = ColumnSum {
+            self.compute.enqueue(ColumnSum {
                 x: x.sum.clone()?,
                 out: grad.clone(),
                 accumulate,
-            };
-            self.device.enqueue(self.stream, add.into());
+            });
             accumulate = true;
         }
-        Some(self.device.record(self.stream))
+        Some(self.compute.record())
     }
 }

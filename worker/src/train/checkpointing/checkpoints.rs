@@ -136,7 +136,7 @@ impl Checkpoints {
             keep: config.train.checkpoint_keep,
             every: config.train.checkpoint_every,
             timeout: Duration::from_secs_f64(config.train.checkpoint_timeout_s),
-            stream: world.device.stream(),
+            stream: world.compute.device.stream(),
             snapshot: None,
             pending: None,
             before: None,
@@ -370,7 +370,7 @@ impl Checkpoints {
         let readable = match snapshot {
             Some(arena) => copy(here, &mut tensors, arena),
             // The thread reads on another stream.
-            None => home.synchronize(here.world.stream),
+            None => home.synchronize(here.world.compute.stream),
         };
         readable.map_err(|e| unreadable(at.step, &e))?;
         let leader = (here.world.rank() == 0).then(|| Leader {

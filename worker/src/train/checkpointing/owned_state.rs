@@ -49,7 +49,7 @@ pub(super) fn load(here: RankState<'_>, reader: &Reader) -> Result<(), TrainErro
     let own = own_tensors(here, &pieces);
     let kinds: Vec<TensorKind> = own.iter().map(|tensors| tensors.kind.clone()).collect();
     reader.expect(&Extent::of_model(&kinds, &here.replica.model.all_params))?;
-    let (home, stream) = (here.optimizer.home(), here.world.stream);
+    let (home, stream) = (here.optimizer.home(), here.world.compute.stream);
     for OwnTensors { extents, buffers, .. } in own {
         for (extent, buffers) in extents.into_iter().zip(buffers) {
             let bytes = reader.read(&extent.tensor, &extent.region, extent.range)?;
@@ -74,7 +74,7 @@ pub(super) fn copy(here: RankState<'_>, own: &mut [OwnTensors], snapshot: &Arena
         let target = snapshot.slice(end..end + buffer.bytes());
         end += buffer.bytes();
         let home = here.optimizer.home();
-        home.download_to(here.world.stream, buffer, &mut target.host_bytes_mut()?)?;
+        home.download_to(here.world.compute.stream, buffer, &mut target.host_bytes_mut()?)?;
         *buffer = target;
     }
     Ok(())

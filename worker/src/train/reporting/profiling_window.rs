@@ -84,8 +84,7 @@ impl ProfilingWindow {
         step: u64,
     ) -> Result<(), TrainError> {
         rank_table.gather("begin of the timeline", [0.0; 2])?;
-        let World { device, stream, .. } = world;
-        (world.comm.timeline()).open(device.as_ref(), *stream, world.deadline())?;
+        (world.comm.timeline()).open(&world.compute, world.deadline())?;
         self.began_with = Some(step);
         Ok(())
     }
@@ -100,7 +99,7 @@ impl ProfilingWindow {
         step: u64,
     ) -> Result<(), TrainError> {
         // The end of a step is behind the numbers by which the host knows that it is over.
-        world.device.record(world.stream).wait(world.deadline())?;
+        world.compute.record().wait(world.deadline())?;
         let (Some(first), Some(recording)) = (self.began_with.take(), world.comm.timeline().close()) else {
             return Ok(());
         };
@@ -187,7 +186,7 @@ fn training_in_words(config: &TrainConfig, model: &Model, world: &World) -> Stri
         words.push(word(json!(parallel.sync)));
     }
     words.push(if parallel.overlap { "overlap" } else { "no overlap" }.to_owned());
-    let (name, device) = (&config.run.name, world.device.name());
+    let (name, device) = (&config.run.name, world.compute.device.name());
     format!("{name}: {}, on {device}", words.join(", "))
 }
 

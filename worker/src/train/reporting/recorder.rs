@@ -62,7 +62,7 @@ impl Recorder {
         config: &TrainConfig,
         world: &World,
     ) -> Result<Self, TrainError> {
-        let sheet = world.device.gpu().and_then(Accelerator::of);
+        let sheet = world.compute.device.gpu().and_then(Accelerator::of);
         let log = run_dir.map(|dir| MetricsLog::open(&dir.metrics(), first_step));
         let dir_of_events = run_dir.filter(|_| config.run.tensorboard && first_step < config.train.steps);
         let events = dir_of_events.and_then(|dir| written(EventFile::create(dir.path(), first_step)));

@@ -119,8 +119,7 @@ impl RowCaller for EvaluationRow<'_> {
     fn after(&mut self, replica: &Replica, enqueued: EnqueuedAction) -> Result<(), TrainError> {
         if let Some(losses) = enqueued.losses.filter(|_| replica.counts_losses()) {
             let blocks = self.blocks(enqueued.action);
-            let World { device, stream, .. } = &replica.world;
-            self.total += sum_of_losses(device.as_ref(), *stream, &losses)?;
+            self.total += sum_of_losses(&replica.world.compute, &losses)?;
             self.positions += (blocks.end - blocks.start) as usize * self.block_size;
         }
         Ok(())

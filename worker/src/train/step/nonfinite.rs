@@ -297,7 +297,7 @@ impl GradSink for LookingSink<'_> {
         let param = &self.model.params[id.0];
         let name = format!("gradient of `{}` under inspection", param.key);
         let spec = ArenaSpec::private(name, DType::F32, param.len());
-        let buffer = self.seen.borrow().world.device.alloc(&spec)?.whole();
+        let buffer = self.seen.borrow().world.compute.device.alloc(&spec)?.whole();
         self.memory.insert(id, buffer.clone());
         Ok(GradSlot {
             buffer,
@@ -316,7 +316,7 @@ impl GradSink for LookingSink<'_> {
 }
 
 fn is_finite(world: &World, buffer: &Buffer) -> Result<bool, DeviceError> {
-    let bytes = world.device.download(world.stream, buffer)?;
+    let bytes = world.compute.download(buffer)?;
     let all = |width: usize, test: fn(&[u8]) -> bool| bytes.chunks_exact(width).all(test);
     Ok(match buffer.dtype() {
         DType::F64 => all(8, |x| bytemuck::pod_read_unaligned::<f64>(x).is_finite()),

@@ -18,6 +18,7 @@ use crate::collective::{WireBytes, Work};
 use crate::config::{Train, TrainConfig};
 use crate::costs::GlobalBatch;
 use crate::data::{Loader, Tokens};
+use crate::device::Compute;
 use crate::mesh::Axis;
 use crate::metrics::{Achieved, Memory, MetricsLine};
 use crate::model::{GradSink, Hooks, ModelPart, NoHooks, SampleKey};
@@ -127,7 +128,7 @@ impl TrainerParts<'_> {
             ..
         } = row;
         times.account(replica.take_times());
-        let reduced = grads.finish_on(self.world.stream, self.world.deadline())?;
+        let reduced = grads.finish_on(self.world.compute.stream, self.world.deadline())?;
         times.account(reduced.times());
         Ok(StepGradients {
             grads: reduced.sums(),
@@ -147,10 +148,9 @@ impl TrainerParts<'_> {
 
     /// Later operations of the stream run after `work`. An error that is known already is returned.
     fn arrive(&self, work: &Work, times: &mut StepTimes) -> Result<(), TrainError> {
-        let World { stream, device, .. } = &self.world;
         let (began, span) = (Instant::now(), self.world.begin_span());
         let deadline = self.world.deadline();
-        work.wait_on(device.as_ref(), *stream, deadline);
+        self.world.compute.wait_event(work.event(), deadline);
         if work.is_done() {
             work.wait(deadline)?;
         }
@@ -265,7 +265,7 @@ impl<'a> Trainer<'a> {
             say(&words);
         }
         // Steps that are left to the device while the next one is enqueued: the same on all ranks.
-        let ahead = usize::from(self.parts.world.device.is_asynchronous());
+        let ahead = usize::from(self.parts.world.compute.device.is_asynchronous());
         let mut queue = VecDeque::with_capacity(ahead + 1);
         for step in first_step..train.steps {
             self.beat(step, Phase::Training);
@@ -365,7 +365,7 @@ impl<'a> Trainer<'a> {
             held.push((enqueued.step, enqueued.sent));
             self.result_of(enqueued, reducer)?;
         }
-        self.parts.clip.release(self.parts.world.stream);
+        self.parts.clip.release();
         for (step, sent) in held {
             let mut again = self.enqueue(reducer, step)?;
             (again.started, again.sent) = (began, again.sent + sent);
@@ -524,16 +524,16 @@ impl<'a> Trainer<'a> {
             device_times,
             sharing,
         } = parts.passes(reducer, step, &mut times)?;
-        let World { stream, device, .. } = parts.world.clone();
+        let Compute { device, stream } = parts.world.compute.clone();
         let (norm_began, shared_before) = (Instant::now(), times.share);
         let mut collectives = vec![sharing];
         parts.arrive(&collectives[0], &mut times)?;
         let span = parts.world.begin_span();
-        if let Some(work) = parts.clip.measure(stream, &grads) {
+        if let Some(work) = parts.clip.measure(&grads) {
             parts.arrive(&work, &mut times)?;
             collectives.push(work);
         }
-        parts.clip.finish(stream, Some(parts.step_table.rows()));
+        parts.clip.finish(Some(parts.step_table.rows()));
         parts.world.end_span(span, Kind::Optimizer, || "norm".to_owned());
         // Nothing of this step is in flight that the stream does not wait for. What the update sends, and its time,
         // belongs to the step that waits for it.

@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use ddp_worker::config::{Model as ModelConfig, ModelKind};
-use ddp_worker::device::{Arena, ArenaSpec, Buffer, DType, Device};
+use ddp_worker::device::{Arena, ArenaSpec, Buffer, Compute, DType, Device};
 use ddp_worker::model::{
     Activation, ActivationPool, ChunkState, Context, Model, NoHooks, ParamId, Params, Passes, SampleKey,
     build,
@@ -111,9 +111,9 @@ impl Job {
         let ranges = ranges(model);
         let arena = buffer(device, types.act, length(model)).arena().clone();
         let params = Blank { arena, ranges };
+        let compute = Compute::new(device.clone());
         let ctx = Context {
-            device: device.as_ref(),
-            stream: device.stream(),
+            compute: &compute,
             pool: &pool,
             params: &params,
             targets: &targets,

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use ddp_worker::config::{Model as ModelConfig, ModelKind};
-use ddp_worker::device::{ArenaSpec, CpuDevice, DType, Device};
+use ddp_worker::device::{ArenaSpec, Compute, CpuDevice, DType, Device};
 use ddp_worker::model::{Activation, ActivationPool, ChunkState, Context, NoHooks, Passes, SampleKey, build};
 
 use super::device::Imitation;
@@ -27,13 +27,13 @@ fn step(device: &Arc<dyn Device>, dropout: f32) -> [Vec<f32>; 2] {
         ..ModelConfig::default()
     };
     let model = build(&config, VOCAB).unwrap();
-    let stream = device.stream();
+    let compute = Compute::new(device.clone());
     let params = LocalParams::new(device.as_ref(), &model, DType::F32, 5).unwrap();
     let mut grads = LocalGrads::new(device.as_ref(), &model, DType::F32).unwrap();
     let buffer = |name: &str, dtype, bytes: &[u8]| {
         let spec = ArenaSpec::private(name, dtype, BATCH * POSITIONS);
         let buffer = device.alloc(&spec).unwrap().whole();
-        device.upload(stream, &buffer, bytes);
+        compute.upload(&buffer, bytes);
         buffer
     };
     let tokens: Vec<i32> = (0..BATCH * POSITIONS).map(|i| (i * i % VOCAB) as i32).collect();
@@ -44,8 +44,7 @@ fn step(device: &Arc<dyn Device>, dropout: f32) -> [Vec<f32>; 2] {
     let dloss = buffer("dloss", DType::F32, bytemuck::cast_slice(&factors));
     let pool = ActivationPool::new(device.clone());
     let ctx = Context {
-        device: device.as_ref(),
-        stream,
+        compute: &compute,
         pool: &pool,
         params: &params,
         targets: &targets,
@@ -64,7 +63,7 @@ fn step(device: &Arc<dyn Device>, dropout: f32) -> [Vec<f32>; 2] {
     let tokens = Activation::borrowed(tokens, vec![BATCH, POSITIONS]);
     let losses = passes.forward(&mut flight, &tokens, &mut NoHooks).unwrap();
     let read = |buffer| -> Vec<f32> {
-        let bytes = device.download(stream, buffer).unwrap();
+        let bytes = compute.download(buffer).unwrap();
         bytes.chunks_exact(4).map(bytemuck::pod_read_unaligned).collect()
     };
     let losses = read(losses.buffer());

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use ddp_worker::config::{self, ModelKind};
 use ddp_worker::device::{
-    ArenaSpec, Buffer, Cpu, CpuDevice, DType, Device, DeviceError, Element, Isa, Stream,
+    ArenaSpec, Buffer, Compute, Cpu, CpuDevice, DType, Device, DeviceError, Element, Isa,
 };
 use ddp_worker::model::{Activation, ActivationPool, ChunkState, Context, Model, NoHooks, Passes, SampleKey};
 use ddp_worker::ops::Op;
@@ -14,7 +14,7 @@ use crate::local_model::{LocalGrads, LocalParams};
 /// A CPU and one stream of it.
 pub(crate) struct Rig {
     pub(crate) device: Arc<CpuDevice>,
-    stream: Stream,
+    compute: Compute,
 }
 
 impl Rig {
@@ -24,8 +24,8 @@ impl Rig {
 
     pub(crate) fn with(threads: usize, isa: Isa) -> Self {
         let device = Arc::new(CpuDevice::with_cpu(Cpu::with_isa(threads, isa).unwrap()));
-        let stream = device.stream();
-        Self { device, stream }
+        let compute = Compute::new(device.clone());
+        Self { device, compute }
     }
 
     pub(crate) fn empty(&self, dtype: DType, len: usize) -> Buffer {
@@ -41,7 +41,7 @@ impl Rig {
 
     /// The words of what went wrong on its stream.
     pub(crate) fn device_error(&self) -> String {
-        let error = self.device.synchronize(self.stream);
+        let error = self.compute.synchronize();
         error.expect_err("an operation that fails").to_string()
     }
 
@@ -50,8 +50,8 @@ impl Rig {
     }
 
     pub(crate) fn try_run(&self, op: impl Into<Op>) -> Result<(), DeviceError> {
-        self.device.enqueue(self.stream, op.into());
-        self.device.synchronize(self.stream)
+        self.compute.enqueue(op);
+        self.compute.synchronize()
     }
 }
 
@@ -198,8 +198,7 @@ impl Rank {
 
     pub(crate) fn context(&self, micro_batch: usize) -> Context<'_> {
         Context {
-            device: self.rig.device.as_ref(),
-            stream: self.rig.stream,
+            compute: &self.rig.compute,
             pool: &self.pool,
             params: &self.params,
             targets: &self.batches[micro_batch].targets,
@@ -230,7 +229,7 @@ impl Rank {
             .passes(&ctx)
             .forward(&mut flight, tokens, &mut NoHooks)
             .unwrap();
-        self.rig.device.synchronize(self.rig.stream).unwrap();
+        self.rig.compute.synchronize().unwrap();
         (losses, flight)
     }
 
@@ -239,7 +238,7 @@ impl Rank {
         let ctx = self.context(micro_batch);
         let done = self.passes(&ctx).backward(flight, None, &mut NoHooks, &mut grads);
         done.unwrap();
-        self.rig.device.synchronize(self.rig.stream).unwrap();
+        self.rig.compute.synchronize().unwrap();
         self.grads = grads;
     }
 
