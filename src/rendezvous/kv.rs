@@ -269,7 +269,8 @@ impl KvStore {
         &mut self,
         context: &mut ApplyContext<'_>,
         call: CallId,
-        (prefix, count): (String, usize),
+        prefix: String,
+        count: usize,
         timeout: Duration,
     ) {
         let have = self.count(&prefix);
@@ -283,7 +284,7 @@ impl KvStore {
         } else if timeout.is_zero() {
             Err(too_few(&prefix, have, count, timeout))
         } else {
-            match self.wait_for_prefix(context, call, (&prefix, count, have), timeout) {
+            match self.wait_for_prefix(context, call, &prefix, count, timeout) {
                 Ok(()) => return,
                 Err(error) => Err(error),
             }
@@ -304,7 +305,8 @@ impl KvStore {
         &mut self,
         context: &ApplyContext<'_>,
         call: CallId,
-        (prefix, count, have): (&str, usize, usize),
+        prefix: &str,
+        count: usize,
         timeout: Duration,
     ) -> Result<(), KvError> {
         if !self.by_prefix.contains_key(prefix) && self.by_prefix.len() >= MAX_PREFIXES {
@@ -314,6 +316,7 @@ impl KvStore {
             )));
         }
         self.wait(context, call, Wanted::Prefix(prefix.to_owned(), count), timeout)?;
+        let have = self.count(prefix);
         let gather = self.by_prefix.entry(prefix.to_owned()).or_default();
         gather.have = have;
         gather.calls.insert((count, call));
@@ -564,7 +567,7 @@ mod tests {
             for call in 0..READS / 2 {
                 let timeout = SECOND + step * call as u32;
                 store.get(context, CallId(2 * call), "key".into(), timeout);
-                store.gather(context, CallId(2 * call + 1), ("of/".into(), 10_000), timeout);
+                store.gather(context, CallId(2 * call + 1), "of/".into(), 10_000, timeout);
             }
         };
         read(&mut store, &mut context);
@@ -602,7 +605,7 @@ mod tests {
         store.put(&mut context, "a".into(), vec![1]).unwrap();
         store.put(&mut context, "b".into(), vec![2]).unwrap();
         for (call, prefix) in [(1, "a"), (2, "a"), (3, "b")] {
-            store.gather(&mut context, CallId(call), (prefix.into(), 0), SECOND);
+            store.gather(&mut context, CallId(call), prefix.into(), 0, SECOND);
         }
         let told = answers(&context.effects);
         assert!(told[..2].iter().all(|(_, answer)| keys(answer) == ["a"]));
@@ -611,7 +614,7 @@ mod tests {
         // Its callers have taken it, and so has the store.
         context.effects.clear();
         store.put(&mut context, "a2".into(), vec![1]).unwrap();
-        store.gather(&mut context, CallId(4), ("b".into(), 0), SECOND);
+        store.gather(&mut context, CallId(4), "b".into(), 0, SECOND);
         assert_eq!(keys(&answers(&context.effects)[0].1), ["b"]);
     }
 
@@ -626,11 +629,11 @@ mod tests {
         let (mut store, mut context) = (KvStore::default(), context(&config));
         store.put(&mut context, "rank/1".into(), vec![1]).unwrap();
         store.put(&mut context, "rank".into(), vec![9]).unwrap();
-        let want = |count| ("rank/".to_owned(), count);
-        store.gather(&mut context, CallId(1), want(2), SECOND);
-        store.gather(&mut context, CallId(2), want(3), SECOND);
-        store.gather(&mut context, CallId(3), want(2), SECOND);
-        store.gather(&mut context, CallId(4), want(0), Duration::ZERO);
+        let ranks = || "rank/".to_owned();
+        store.gather(&mut context, CallId(1), ranks(), 2, SECOND);
+        store.gather(&mut context, CallId(2), ranks(), 3, SECOND);
+        store.gather(&mut context, CallId(3), ranks(), 2, SECOND);
+        store.gather(&mut context, CallId(4), ranks(), 0, Duration::ZERO);
         assert_eq!(
             keys(&answers(&context.effects)[0].1),
             ["rank/1"],
@@ -657,7 +660,7 @@ mod tests {
         context.effects.clear();
         store.put(&mut context, "rank/2".into(), vec![]).unwrap();
         assert!(context.effects.is_empty(), "it has been answered");
-        store.gather(&mut context, CallId(5), want(3), Duration::ZERO);
+        store.gather(&mut context, CallId(5), ranks(), 3, Duration::ZERO);
         assert_eq!(
             keys(&answers(&context.effects)[0].1),
             ["rank/0", "rank/1", "rank/2"]
@@ -673,7 +676,8 @@ mod tests {
             store.gather(
                 context,
                 CallId(prefix as u64),
-                (prefix.to_string(), count),
+                prefix.to_string(),
+                count,
                 SECOND,
             );
             answers(&context.effects)
@@ -695,7 +699,7 @@ mod tests {
         assert!(store.by_prefix.is_empty());
         let long = "x".repeat(config.kv.key_bytes + 1);
         context.effects.clear();
-        store.gather(&mut context, CallId(1), (long, 0), SECOND);
+        store.gather(&mut context, CallId(1), long, 0, SECOND);
         assert!(answers(&context.effects)[0].1.is_err());
     }
 

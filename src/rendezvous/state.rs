@@ -486,30 +486,29 @@ impl Daemon {
 
     fn kv_get(&mut self, context: &mut ApplyContext<'_>, call: CallId, request: KvGetRequest) {
         let (job_id, caller) = (request.job_id.clone(), request.incarnation.clone());
-        self.read(context, call, (&job_id, &caller), |job, context| {
-            job.get(context, call, request)
-        });
+        let get = |job: &mut Job, context: &mut ApplyContext<'_>| job.get(context, call, request);
+        self.read(context, call, &job_id, &caller, get);
     }
 
     fn kv_gather(&mut self, context: &mut ApplyContext<'_>, call: CallId, request: KvGatherRequest) {
         let (job_id, caller) = (request.job_id.clone(), request.incarnation.clone());
-        self.read(context, call, (&job_id, &caller), |job, context| {
-            job.gather(context, call, request)
-        });
+        let gather = |job: &mut Job, context: &mut ApplyContext<'_>| job.gather(context, call, request);
+        self.read(context, call, &job_id, &caller, gather);
     }
 
     fn read(
         &mut self,
         context: &mut ApplyContext<'_>,
         call: CallId,
-        of: (&str, &str),
+        job_id: &str,
+        caller: &str,
         begin: impl FnOnce(&mut Job, &mut ApplyContext<'_>) -> Result<(), KvError>,
     ) {
-        if let Err(error) = self.try_read(context, call, of, begin) {
+        if let Err(error) = self.try_read(context, call, job_id, caller, begin) {
             let result = Err(error);
             context.effects.push(Effect::Answer { call, result });
         }
-        self.replan(of.0);
+        self.replan(job_id);
     }
 
     /// Begins a read. Cancels it if it has to wait and too many reads wait already.
@@ -517,7 +516,8 @@ impl Daemon {
         &mut self,
         context: &mut ApplyContext<'_>,
         call: CallId,
-        (job_id, caller): (&str, &str),
+        job_id: &str,
+        caller: &str,
         begin: impl FnOnce(&mut Job, &mut ApplyContext<'_>) -> Result<(), KvError>,
     ) -> Result<(), KvError> {
         self.job(job_id, caller)?;

@@ -136,7 +136,7 @@ async fn read(mut worker: WorkerStream, console: Console, unread: Unread) {
         stream: worker.stream,
         id: u64::from(rank.0),
     };
-    let new = |prefix: String| ShownStream::new(console.clone(), source, &prefix, (worker.errors, unread));
+    let new = |prefix: String| ShownStream::new(console.clone(), source, &prefix, worker.errors, unread);
     let mut shown = worker.prefix.map(new);
     let mut take = |segment: &Segment<'_>, shown: &mut Option<ShownStream>| {
         worker.tail.push(segment);
@@ -201,7 +201,7 @@ struct ShownStream {
 }
 
 impl ShownStream {
-    fn new(console: Console, source: Source, prefix: &str, (errors, unread): (RankErrors, Unread)) -> Self {
+    fn new(console: Console, source: Source, prefix: &str, errors: RankErrors, unread: Unread) -> Self {
         let (forward, mut read) = mpsc::channel(READ_AHEAD);
         let (place, look) = (console.clone(), console.looks[source.stream as usize]);
         tokio::spawn(async move {
@@ -428,7 +428,8 @@ mod tests {
                     console.clone(),
                     SOURCE,
                     "[0] ",
-                    (RepeatedErrors::default().of_rank(GlobalRank(0), false), reads),
+                    RepeatedErrors::default().of_rank(GlobalRank(0), false),
+                    reads,
                 ),
                 console,
                 unread,

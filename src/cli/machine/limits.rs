@@ -41,15 +41,15 @@ pub fn check_stack() -> Result<(), CliError> {
 
 /// Refuses a limit of open files with which not even one worker could be started.
 pub fn check_open_files() -> Result<(), CliError> {
-    let limits = soft_and_hard(Resource::RLIMIT_NOFILE);
+    let (soft, hard) = soft_and_hard(Resource::RLIMIT_NOFILE);
     let needed = OWN_FILES + WORKER_FILES + WORKER_LOG_FILES;
-    soft_for(needed, needed, limits).map_or_else(|hard| Err(too_few(hard, needed, 1)), |_| Ok(()))
+    soft_for(needed, needed, soft, hard).map_or_else(|hard| Err(too_few(hard, needed, 1)), |_| Ok(()))
 }
 
 /// Raises the soft limit of open files to what `plan` needs. Gives the old limit, which the workers keep: programs with
 /// `select` cannot use a file above 1024, and some close every file up to the limit.
 pub fn raise_open_files(plan: &LaunchPlan) -> Result<Option<u64>, CliError> {
-    let limits = soft_and_hard(Resource::RLIMIT_NOFILE);
+    let (soft, hard) = soft_and_hard(Resource::RLIMIT_NOFILE);
     let each = match plan.log_dir {
         Some(_) => WORKER_FILES + WORKER_LOG_FILES,
         None => WORKER_FILES,
@@ -65,9 +65,9 @@ pub fn raise_open_files(plan: &LaunchPlan) -> Result<Option<u64>, CliError> {
     let all = needed + nodes * NODE_FILES + ranks * RANK_FILES;
     // The rendezvous takes no more than half of them, the store of ranks a quarter.
     let wanted = all.max(2 * nodes * NODE_FILES).max(4 * ranks * RANK_FILES);
-    let raised = soft_for(needed, wanted, limits).map_err(|hard| too_few(hard, needed, plan.workers))?;
-    let set = |raised| setrlimit(Resource::RLIMIT_NOFILE, raised, limits.1);
-    Ok(raise(limits.0, needed, raised, set)?.then_some(limits.0))
+    let raised = soft_for(needed, wanted, soft, hard).map_err(|hard| too_few(hard, needed, plan.workers))?;
+    let set = |raised| setrlimit(Resource::RLIMIT_NOFILE, raised, hard);
+    Ok(raise(soft, needed, raised, set)?.then_some(soft))
 }
 
 /// Sets a higher soft limit than `soft`, and says whether it did. A system that refuses, as sandboxes do, is in the way
@@ -101,7 +101,7 @@ pub fn raise_open_files_fully() {
 }
 
 /// The soft limit for what is `needed` and, as far as that goes, for what is `wanted`; the hard one if that is too low.
-fn soft_for(needed: u64, wanted: u64, (soft, hard): (u64, u64)) -> Result<u64, u64> {
+fn soft_for(needed: u64, wanted: u64, soft: u64, hard: u64) -> Result<u64, u64> {
     if hard < needed {
         return Err(hard);
     }
@@ -127,7 +127,7 @@ mod tests {
 
     #[test]
     fn a_soft_limit_is_raised_to_what_is_needed_and_never_lowered() {
-        for (needed, wanted, limits, expected) in [
+        for (needed, wanted, (soft, hard), expected) in [
             (100, 100, (1024, 4096), Ok(1024)),
             (2000, 2000, (1024, 4096), Ok(2000)),
             (2000, 9000, (1024, 4096), Ok(4096)),
@@ -135,9 +135,9 @@ mod tests {
             (5000, 5000, (1024, u64::MAX), Ok(5000)),
         ] {
             assert_eq!(
-                soft_for(needed, wanted, limits),
+                soft_for(needed, wanted, soft, hard),
                 expected,
-                "{needed} of {limits:?}"
+                "{needed} of {soft} and {hard}"
             );
         }
     }

@@ -460,8 +460,7 @@ impl Job {
     ) -> Result<(), KvError> {
         self.check_store(&read.incarnation, read.generation, &read.assignment_id)?;
         let timeout = Duration::from_millis(read.timeout_ms.into());
-        let wanted = (read.prefix, read.count as usize);
-        self.kv.gather(context, call, wanted, timeout);
+        (self.kv).gather(context, call, read.prefix, read.count as usize, timeout);
         self.wake_for_store();
         Ok(())
     }

@@ -257,7 +257,7 @@ impl Loader {
         assert_eq!((inputs.len(), targets.len()), (expected, expected));
         let own = self.first_sample(step, m)..self.samples(step).end;
         let starts = own.map(|sample| self.start(sample));
-        fill_batch(&self.tokens, starts, self.block_size, (inputs, targets))
+        fill_batch(&self.tokens, starts, self.block_size, inputs, targets)
     }
 }
 
@@ -275,7 +275,8 @@ pub fn fill_batch(
     tokens: &Tokens,
     mut starts: impl Iterator<Item = u64>,
     block_size: usize,
-    (inputs, targets): (&mut [i32], &mut [i32]),
+    inputs: &mut [i32],
+    targets: &mut [i32],
 ) -> Result<usize, DataError> {
     let mut filled = 0;
     let rows = inputs.chunks_mut(block_size).zip(targets.chunks_mut(block_size));

@@ -187,8 +187,8 @@ fn out_of_memory(name: &str, bytes: usize, error: impl Into<io::Error>) -> Devic
     // Without a number: the length is more than an address space.
     let error = error.into().raw_os_error().map_or(Errno::ENOMEM, Errno::from_raw);
     let refusal = || {
-        let bounds = (limit_of(Resource::RLIMIT_AS), machine_bytes().unwrap_or(u64::MAX));
-        refusal(bytes as u64, AddressSpace::now(), bounds)
+        let (limit, machine) = (limit_of(Resource::RLIMIT_AS), machine_bytes().unwrap_or(u64::MAX));
+        refusal(bytes as u64, AddressSpace::now(), limit, machine)
     };
     let known = (error == Errno::ENOMEM).then(refusal).flatten();
     // Then nothing is wrong with the size.
@@ -210,7 +210,7 @@ fn out_of_memory(name: &str, bytes: usize, error: impl Into<io::Error>) -> Devic
 
 /// Why `bytes` of private memory were refused to a process that holds `held`, where that has nothing to do with what
 /// others hold; and true if they would be at every try. `limit` is that on the process's mappings.
-fn refusal(bytes: u64, held: AddressSpace, (limit, machine): (u64, u64)) -> Option<(String, bool)> {
+fn refusal(bytes: u64, held: AddressSpace, limit: u64, machine: u64) -> Option<(String, bool)> {
     let mapped = held.mapped;
     if mapped.saturating_add(bytes) > limit {
         let cause = format!(
@@ -434,7 +434,7 @@ mod tests {
                 resident: mapped * 5 / 8,
             };
             let expected = expected.map(|(cause, always)| (cause.to_owned(), always));
-            assert_eq!(refusal(bytes, held, bounds), expected, "{bytes}");
+            assert_eq!(refusal(bytes, held, bounds.0, bounds.1), expected, "{bytes}");
         }
         let held = AddressSpace::now();
         assert!(held.resident > 1 << 20 && held.mapped > held.resident, "{held:?}");

@@ -274,7 +274,7 @@ mod tests {
         fill_init(&whole, 42, 0..60, &mut expected);
         let mut found = vec![0.0; 60];
         for index in 0..2 {
-            let cut = Cut::new((&[5, 12], 1), &[4, 6, 2], (index, 2));
+            let cut = Cut::new(&[5, 12], 1, &[4, 6, 2], index, 2);
             let part = ParamSpec {
                 cut: Some(cut),
                 ..whole.clone()

@@ -84,7 +84,7 @@ proptest! {
         let global: Vec<u64> = shape.iter().map(|&len| len as u64).collect();
         let mut seen = vec![0; shape.iter().product()];
         for index in 0..parts {
-            let cut = Cut::new((&shape, dim), &stretches, (index, parts));
+            let cut = Cut::new(&shape, dim, &stretches, index, parts);
             let regions = cut.regions(&shape);
             let len: usize = cut.local_shape(&shape).iter().product();
             prop_assert_eq!(regions.iter().map(|r| r.elements().unwrap() as usize).sum::<usize>(), len);
@@ -102,7 +102,7 @@ proptest! {
         ends in any::<[prop::sample::Index; 2]>(),
     ) {
         let global: Vec<u64> = shape.iter().map(|&len| len as u64).collect();
-        let cut = Cut::new((&shape, dim), &stretches, (which.index(parts), parts));
+        let cut = Cut::new(&shape, dim, &stretches, which.index(parts), parts);
         let regions = cut.regions(&shape);
         // The local tensor has the elements of its regions in the order of the whole one.
         let mut local: Vec<(Vec<u64>, usize, usize)> = Vec::new();
@@ -130,7 +130,7 @@ proptest! {
 
 #[test]
 fn a_fused_qkv_is_three_boxes() {
-    let cut = Cut::new((&[2, 12], 1), &[4, 4, 4], (1, 2));
+    let cut = Cut::new(&[2, 12], 1, &[4, 4, 4], 1, 2);
     assert_eq!(cut.local_shape(&[2, 12]), [2, 6]);
     let regions: Vec<String> = cut.regions(&[2, 12]).iter().map(Region::to_string).collect();
     assert_eq!(regions, ["[0..2, 2..4]", "[0..2, 6..8]", "[0..2, 10..12]"]);
@@ -145,19 +145,19 @@ fn a_fused_qkv_is_three_boxes() {
 #[test]
 #[should_panic(expected = "there is no part 2 of 2")]
 fn a_part_beyond_the_last_is_a_bug() {
-    let _ = Cut::new((&[4, 6], 1), &[6], (2, 2));
+    let _ = Cut::new(&[4, 6], 1, &[6], 2, 2);
 }
 
 #[test]
 #[should_panic(expected = "[3, 3] cannot be divided into 2 equal parts")]
 fn an_uneven_cut_is_a_bug() {
-    let _ = Cut::new((&[4, 6], 1), &[3, 3], (0, 2));
+    let _ = Cut::new(&[4, 6], 1, &[3, 3], 0, 2);
 }
 
 #[test]
 #[should_panic(expected = "do not make up dimension 1")]
 fn stretches_of_another_length_are_a_bug() {
-    let _ = Cut::new((&[4, 6], 1), &[4], (0, 1));
+    let _ = Cut::new(&[4, 6], 1, &[4], 0, 1);
 }
 
 #[test]

@@ -167,7 +167,7 @@ impl Operation for ColumnSum {
             .read([&self.x])
             .scratch([partials.offset])
             .u32([rows, columns, slab_rows as u32]);
-        let total = partials.add(Self::NAME, (&self.out, self.accumulate), None)?;
+        let total = partials.add(Self::NAME, &[(&self.out, self.accumulate)])?;
         Ok(scratch.plan(vec![sums, total]))
     }
 }
@@ -248,18 +248,14 @@ pub(super) struct Partials {
 }
 
 impl Partials {
-    /// The kernel that adds the partial sums in order. It adds them to a target, or overwrites it.
-    /// A target is `[C]`.
-    pub(super) fn add(
-        &self,
-        op: &'static str,
-        (first, accumulate_first): (&Buffer, bool),
-        second: Option<(&Buffer, bool)>,
-    ) -> Result<Call, DeviceError> {
+    /// The kernel that adds the partial sums in order, to one or two targets, `[C]`, each with whether to add to what it
+    /// holds.
+    pub(super) fn add(&self, op: &'static str, targets: &[(&Buffer, bool)]) -> Result<Call, DeviceError> {
+        let ((first, accumulate_first), second) = (targets[0], targets.get(1));
         let columns = first.len();
-        let total = if second.is_some() { 2 * columns } else { columns };
         let defines = grad_defines(self.act, element(op, first)?, WIDEST);
-        let grid = Grid::linear(count(op, "columns", total)?.div_ceil(WARP as u32), ADDING);
+        let total = count(op, "columns", targets.len() * columns)?;
+        let grid = Grid::linear(total.div_ceil(WARP as u32), ADDING);
         let (parts, columns) = (
             count(op, "partial sums", self.parts)?,
             count(op, "columns", columns)?,
@@ -267,10 +263,10 @@ impl Partials {
         let call = Call::new(&SOURCE, "add_partials", defines, grid)
             .scratch([self.offset])
             .write([first])
-            .write_if(second.map(|(out, _)| out))
+            .write_if(second.map(|(out, _)| *out))
             .u32([parts, columns])
             .flag(accumulate_first)
-            .flag(second.is_some_and(|(_, accumulate)| accumulate));
+            .flag(second.is_some_and(|(_, accumulate)| *accumulate));
         Ok(call)
     }
 }

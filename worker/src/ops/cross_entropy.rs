@@ -344,7 +344,7 @@ fn expect_part(
     rows: usize,
     part: VocabularyPart,
 ) -> Result<(), DeviceError> {
-    VocabularyPart::of(Some(part), op, ("logits", part.held))?;
+    VocabularyPart::of(Some(part), op, "logits", part.held)?;
     expect_len(op, "logits", logits.len(), rows * part.held)
 }
 

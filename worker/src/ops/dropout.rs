@@ -136,7 +136,7 @@ impl Operation for Dropout {
         buffers.extend(&self.residual);
         let positions = count(Self::NAME, "positions", self.positions)?;
         let channels = count(Self::NAME, "channels", self.channels)?;
-        let call = elementwise(Self::NAME, &SOURCE, (&buffers, self.channels), 1)?
+        let call = elementwise(Self::NAME, &SOURCE, &buffers, self.channels, 1)?
             .read([&self.inp])
             .read_if(self.residual.as_ref())
             .write([&self.out])

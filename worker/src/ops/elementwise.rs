@@ -39,11 +39,8 @@ impl Operation for Cast {
     fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
         expect_len(Self::NAME, "out", self.out.len(), self.x.len())?;
         let (from, to) = (self.x.dtype(), self.out.dtype());
-        cast_bytes(
-            cpu,
-            (from, &self.x.host_bytes()?[..]),
-            (to, &mut self.out.host_bytes_mut()?[..]),
-        )
+        let (x, mut out) = (self.x.host_bytes()?, self.out.host_bytes_mut()?);
+        cast_bytes(cpu, from, &x, to, &mut out)
     }
 
     fn plan(&self) -> Result<Plan, DeviceError> {
@@ -69,8 +66,10 @@ impl Cast {
 /// [`Cast`] of memory that is no buffer's: as many elements of `from` and `to`, aligned for them.
 pub(crate) fn cast_bytes(
     cpu: &Cpu,
-    (from, x): (DType, &[u8]),
-    (to, out): (DType, &mut [u8]),
+    from: DType,
+    x: &[u8],
+    to: DType,
+    out: &mut [u8],
 ) -> Result<(), DeviceError> {
     let isa = cpu.isa();
     match (from, to) {
@@ -177,7 +176,7 @@ impl Operation for GeluForward {
 
     fn plan(&self) -> Result<Plan, DeviceError> {
         expect_len(Self::NAME, "out", self.out.len(), self.inp.len())?;
-        let call = elementwise(Self::NAME, &GELU_SOURCE, (&[&self.inp, &self.out], 0), 2)?;
+        let call = elementwise(Self::NAME, &GELU_SOURCE, &[&self.inp, &self.out], 0, 2)?;
         let call = call.read([&self.inp]).write([&self.out]);
         Ok(call.u64([self.inp.len() as u64]).into())
     }
@@ -221,7 +220,7 @@ impl Operation for GeluBackward {
     fn plan(&self) -> Result<Plan, DeviceError> {
         expect_len(Self::NAME, "dout", self.dout_dinp.len(), self.inp_out.len())?;
         let buffers = [&self.inp_out, &self.dout_dinp];
-        let call = elementwise(Self::NAME, &GELU_SOURCE, (&buffers, 0), 1)?;
+        let call = elementwise(Self::NAME, &GELU_SOURCE, &buffers, 0, 1)?;
         let call = call.write(buffers).flag(self.makes_out);
         Ok(call.u64([self.inp_out.len() as u64]).into())
     }

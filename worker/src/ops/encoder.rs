@@ -39,7 +39,8 @@ impl VocabularyPart {
     pub(super) fn of(
         part: Option<Self>,
         op: &'static str,
-        (name, found): (&str, usize),
+        name: &str,
+        found: usize,
     ) -> Result<Self, DeviceError> {
         let Some(part) = part else {
             let (first, held, whole) = (0, found, found);
@@ -127,7 +128,7 @@ impl EncoderForward {
         if let Some(wpe) = &self.wpe {
             expect_positions(Self::NAME, wpe.len() / channels, self.positions, rows)?;
         }
-        let part = VocabularyPart::of(self.part, Self::NAME, ("wte", held))?;
+        let part = VocabularyPart::of(self.part, Self::NAME, "wte", held)?;
         Ok((channels, part))
     }
 
@@ -234,7 +235,7 @@ impl TokenBackward {
         let channels = channels(Self::NAME, "dout", &self.dout, self.tokens.len())?;
         let held = self.dwte.len() / channels;
         expect_len(Self::NAME, "dwte", self.dwte.len(), held * channels)?;
-        let part = VocabularyPart::of(self.part, Self::NAME, ("dwte", held))?;
+        let part = VocabularyPart::of(self.part, Self::NAME, "dwte", held)?;
         Ok((channels, part))
     }
 

@@ -154,8 +154,7 @@ impl Operation for NormBackward {
             .u32([count(Self::NAME, "rows", rows)?, block_rows as u32])
             .f32([self.epsilon as f32])
             .flag(self.accumulate_dinp);
-        let sums = self.sums();
-        let sums = partials.add(Self::NAME, sums[0], sums.get(1).copied())?;
+        let sums = partials.add(Self::NAME, &self.sums())?;
         Ok(scratch.plan(vec![rows_back, sums]))
     }
 }
@@ -291,7 +290,7 @@ fn rows_back<T: Real, const CENTERED: bool>(
     let inputs = dout.chunks_exact(channels).zip(inp.chunks_exact(channels));
     for ((dout, x), dinp) in inputs.zip(dinp.chunks_exact_mut(channels)) {
         let (mean, scale) = statistics::<T, CENTERED>(x, epsilon);
-        row_back::<T, CENTERED>([dout, weight, x], (mean, scale), dinp, accumulate);
+        row_back::<T, CENTERED>([dout, weight, x], mean, scale, dinp, accumulate);
         update2(weight_sums, [dout, x], |sum, d, x| {
             *sum += d * (offset::<T, CENTERED>(x, mean) * scale);
         });
@@ -306,7 +305,8 @@ fn rows_back<T: Real, const CENTERED: bool>(
 #[inline(always)]
 fn row_back<T: Real, const CENTERED: bool>(
     [dout, weight, x]: [&[T]; 3],
-    (mean, scale): (T, T),
+    mean: T,
+    scale: T,
     dinp: &mut [T],
     accumulate: bool,
 ) {

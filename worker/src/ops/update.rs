@@ -206,7 +206,7 @@ impl Operation for Update {
         self.check()?;
         let mut copy = self.copy.as_ref().map(Buffer::host_mut::<bf16>).transpose()?;
         let (grad, scale) = (self.grad.host_bytes()?, self.scale.host::<f32>()?);
-        self.on_host().run(cpu, (&grad, copy.as_deref_mut()), &scale)
+        self.on_host().run(cpu, &grad, copy.as_deref_mut(), &scale)
     }
 
     fn plan(&self) -> Result<Plan, DeviceError> {
@@ -289,12 +289,13 @@ impl HostUpdate {
     pub(crate) fn run(
         &self,
         cpu: &Cpu,
-        (grad, copy): (&[u8], Option<&mut [bf16]>),
+        grad: &[u8],
+        copy: Option<&mut [bf16]>,
         scale: &[f32],
     ) -> Result<(), DeviceError> {
         match self.grad {
-            DType::F32 => self.sweep::<f32>(cpu, (bytemuck::cast_slice(grad), copy), scale),
-            DType::Bf16 => self.sweep::<bf16>(cpu, (bytemuck::cast_slice(grad), copy), scale),
+            DType::F32 => self.sweep::<f32>(cpu, bytemuck::cast_slice(grad), copy, scale),
+            DType::Bf16 => self.sweep::<bf16>(cpu, bytemuck::cast_slice(grad), copy, scale),
             other => Err(DeviceError::Shape {
                 op: self.rule.name,
                 what: format!("takes gradients in f32 or bf16, not {other}"),
@@ -305,7 +306,8 @@ impl HostUpdate {
     fn sweep<G: Stored<Real = f32>>(
         &self,
         cpu: &Cpu,
-        (grad, mut copy): (&[G], Option<&mut [bf16]>),
+        grad: &[G],
+        mut copy: Option<&mut [bf16]>,
         scale: &[f32],
     ) -> Result<(), DeviceError> {
         if !scale[0].is_finite() {

@@ -290,7 +290,7 @@ impl HostState {
                 inputs: Vec::new(),
                 outputs: vec![out],
                 work: Box::new(move |_, written| {
-                    cast_bytes(host.cpu(), (from, &x.host_bytes()?), (to, &mut *written[0]))
+                    cast_bytes(host.cpu(), from, &x.host_bytes()?, to, written[0])
                 }),
             };
         }
@@ -298,7 +298,7 @@ impl HostState {
             inputs: vec![x],
             outputs: Vec::new(),
             work: Box::new(move |read, _| {
-                cast_bytes(host.cpu(), (from, read[0]), (to, &mut out.host_bytes_mut()?))
+                cast_bytes(host.cpu(), from, read[0], to, &mut out.host_bytes_mut()?)
             }),
         }
     }
@@ -383,10 +383,9 @@ impl UpdatePiece {
                 let scale: Vec<f32> = scale.map(bytemuck::pod_read_unaligned).collect();
                 for (range, update) in &updates {
                     let grad = &read[0][range.start * each..range.end * each];
-                    update.run(host.cpu(), (grad, None), &scale)?;
+                    update.run(host.cpu(), grad, None, &scale)?;
                 }
-                let masters = (DType::F32, &param.host_bytes()?[..]);
-                cast_bytes(host.cpu(), masters, (to, &mut *written[0]))
+                cast_bytes(host.cpu(), DType::F32, &param.host_bytes()?, to, written[0])
             }),
         }
     }

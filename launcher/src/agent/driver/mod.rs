@@ -548,7 +548,8 @@ impl<'a> Driver<'a> {
         let files = self.worker_group.files_of(local_rank);
         let in_file = self.launch.files.give(move || files?.error_message());
         self.inbox.expect(tasks::describe(
-            (generation, local_rank),
+            generation,
+            local_rank,
             stderr,
             disconnected,
             in_file,

@@ -38,7 +38,8 @@ pub(super) async fn drain_control(
 /// Waits for the last words of a failed worker: the end of its stderr, `disconnected` on the control socket, and then what
 /// `in_file` finds in its error file.
 pub(super) async fn describe(
-    (generation, local_rank): (Generation, LocalRank),
+    generation: Generation,
+    local_rank: LocalRank,
     stderr: Option<TailReader>,
     disconnected: impl Future<Output = ()>,
     in_file: impl Future<Output = Option<Option<String>>>,

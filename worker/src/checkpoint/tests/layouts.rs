@@ -37,7 +37,7 @@ fn regions(layout: Layout) -> Vec<Vec<Region>> {
         Layout::Whole => vec![vec![Region::whole(&[8, 8, 3])]],
         Layout::Cut(dim, is_fused) => {
             let stretches = if is_fused { STRETCHES.as_slice() } else { &[8] };
-            let of = |index| Cut::new((&CUT, dim), stretches, (index, 2)).regions(&CUT);
+            let of = |index| Cut::new(&CUT, dim, stretches, index, 2).regions(&CUT);
             (0..2).map(of).collect()
         }
         Layout::Grid => (0..4)

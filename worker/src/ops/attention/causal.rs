@@ -9,9 +9,11 @@
 //! Scratch memory of a thread, in numbers: forward 4·T·D and a tile of scores, 64·(T + 80) at most; backward 8·T·D and two
 //! such tiles.
 
+use std::ops::Range;
+
 use super::launches::{BACKWARD, DKV, DQ, FORWARD, Launches, OUT};
 use super::panels::{Keys, scores, weighted, with_copies, with_keys};
-use super::shape::AttentionShape;
+use super::shape::{AttentionShape, scale};
 use crate::memory::{Buffer, DType, DeviceError};
 use crate::ops::cpu::kernel::{
     EXPS, Real, by_dtype, kernel, ln, max_of, sum_map, sum_map2, update, with_scratch,
@@ -101,7 +103,7 @@ impl AttentionForward {
             let mask = self.dropout.as_ref().map(|mask| (mask, pair));
             read_inputs(isa, shape.inputs(qkv, pair), |inputs| {
                 S::write_matrix(isa, &mut out.out, false, |out| {
-                    head_forward(isa, inputs, (out, lse), shape.scale(), mask);
+                    head_forward(isa, inputs, out, lse, mask);
                 });
             });
         });
@@ -121,12 +123,13 @@ pub(super) fn heads_of<T>(shape: AttentionShape, out: &mut [T]) -> impl Iterator
 /// What is dropped of a sample and head.
 type HeadMask<'a> = Option<(&'a DropoutMask, [usize; 2])>;
 
-/// Drops numbers of queries from the first on (rows, `stride` apart) and the keys that each sees.
-fn drop_keys<T: Real>(mask: HeadMask<'_>, tile: &mut [T], (first, stride): (usize, usize)) {
+/// Drops numbers of the queries, a row of the tile each, and the keys that each sees.
+fn drop_keys<T: Real>(mask: HeadMask<'_>, tile: &mut [T], queries: Range<usize>) {
     let Some((mask, [sample, head])) = mask else {
         return;
     };
-    for (query, row) in (first..).zip(tile.chunks_exact_mut(stride)) {
+    let stride = tile.len() / queries.len();
+    for (query, row) in queries.zip(tile.chunks_exact_mut(stride)) {
         mask.drop_keys(sample, head, query, &mut row[..=query]);
     }
 }
@@ -135,21 +138,20 @@ fn drop_keys<T: Real>(mask: HeadMask<'_>, tile: &mut [T], (first, stride): (usiz
 pub(super) fn head_forward<T: Real>(
     isa: Isa,
     [q, k, v]: [Matrix<'_, T>; 3],
-    (out, lse): (&mut MatrixMut<'_, T>, &mut [T]),
-    scale: T,
+    out: &mut MatrixMut<'_, T>,
+    lse: &mut [T],
     mask: HeadMask<'_>,
 ) {
     let (positions, past) = (out.row_count(), k.row_count() - out.row_count());
-    let size = QUERIES.min(positions) * stride_of(past + positions);
+    let (size, scale) = (QUERIES.min(positions) * stride_of(past + positions), scale(q.col_count()));
     let mut work = |q: Matrix<'_, T>, keys: Keys<'_, T>, v: Matrix<'_, T>, tile: &mut [T]| {
         for first in (0..positions).step_by(QUERIES) {
             let end = positions.min(first + QUERIES);
             let (seen, stride) = (past + end, stride_of(past + end));
             let tile = &mut tile[..(end - first) * stride];
-            scores(tile, (seen, stride), q.rows(first..end), keys, scale);
-            let place = (past + first, stride);
-            softmax_rows(isa, tile, place, &mut lse[first..end]);
-            drop_keys(mask, tile, place);
+            scores(tile, seen, q.rows(first..end), keys, scale);
+            softmax_rows(isa, tile, past + first, &mut lse[first..end]);
+            drop_keys(mask, tile, past + first..seen);
             let weights = Matrix::new(tile, end - first, seen, stride);
             weighted(&mut out.rows_mut(first..end), weights, v);
         }
@@ -162,11 +164,10 @@ pub(super) fn head_forward<T: Real>(
 }
 
 kernel! {
-    /// From scores to probabilities, and ln Σ e^score of each row. Row `i` is that of query `first + i`; rows are `stride`
-    /// apart. Whole blocks are computed, and what a query does not see becomes 0 (NaN in a row of NaN).
-    fn softmax_rows<'a, T>(scores: &'a mut [T], place: (usize, usize), lse: &'a mut [T]) -> () {
-        let (first, stride) = place;
-        let width = first + lse.len();
+    /// From scores to probabilities, and ln Σ e^score of each row. Row `i` is that of query `first + i`. Whole blocks are
+    /// computed, and what a query does not see becomes 0 (NaN in a row of NaN).
+    fn softmax_rows<'a, T>(scores: &'a mut [T], first: usize, lse: &'a mut [T]) -> () {
+        let (width, stride) = (first + lse.len(), scores.len() / lse.len());
         let mut sums = [T::ONE; QUERIES];
         let rows = scores.chunks_exact_mut(stride).zip(&mut *lse).zip(&mut sums);
         // For now `lse` holds the maximum.
@@ -307,15 +308,19 @@ impl AttentionBackward {
                 for (member, mut dq) in dq.into_iter().enumerate() {
                     let pair = [sample, first_head + member];
                     let mask = self.dropout.as_ref().map(|mask| (mask, pair));
-                    let lse = (sample * shape.heads + pair[1]) * shape.positions;
-                    let lse = &forward.lse[lse..][..shape.positions];
+                    let row = (sample * shape.heads + pair[1]) * shape.positions;
+                    let lse = &forward.lse[row..][..shape.positions];
                     let outs = forward.out.map(|out| shape.head(out, pair));
                     read_head(isa, shape.inputs(forward.qkv, pair), outs, |inputs, outs| {
                         S::write_matrix(isa, &mut dq, false, |dq| {
+                            let head = AttentionHead {
+                                inputs,
+                                outs,
+                                lse,
+                                mask,
+                            };
                             let gradients = [dq.whole_mut(), dk.whole_mut(), dv.whole_mut()];
-                            let adds = member > 0;
-                            let forward = (inputs, outs, lse);
-                            head_backward(isa, forward, (gradients, adds), shape.scale(), mask);
+                            head.backward(isa, gradients, member > 0);
                         });
                     });
                 }
@@ -367,74 +372,84 @@ fn read_head<S: Stored>(
     });
 }
 
-/// One head of one sample. The last tile of queries sees all keys and overwrites their gradients, or adds to them; the
-/// tiles before it add to them.
-fn head_backward<T: Real>(
-    isa: Isa,
-    ([q, k, v], [out, dout], lse): ([Matrix<'_, T>; 3], [Matrix<'_, T>; 2], &[T]),
-    gradients: ([MatrixMut<'_, T>; 3], bool),
-    scale: T,
-    mask: HeadMask<'_>,
-) {
-    let queries = q.row_count();
-    with_copies(queries, [q, k, v, dout], |[q, k, v, dout]| {
-        with_keys(queries, k, |keys| {
-            with_keys(queries, v, |values| {
-                let forward = ([q, k, dout, out], [keys, values], lse);
-                tiles_backward(isa, forward, gradients, scale, mask);
-            });
-        });
-    });
+/// What backward reads of one head of one sample.
+#[derive(Clone, Copy)]
+struct AttentionHead<'a, T> {
+    /// Queries, keys and values, `[T, D]`.
+    inputs: [Matrix<'a, T>; 3],
+    /// Forward's output and its gradient, `[T, D]`.
+    outs: [Matrix<'a, T>; 2],
+    /// `[T]`
+    lse: &'a [T],
+    mask: HeadMask<'a>,
 }
 
-/// [`head_backward`], by tiles.
-fn tiles_backward<T: Real>(
-    isa: Isa,
-    ([q, k, dout, out], [keys, values], lse): ([Matrix<'_, T>; 4], [Keys<'_, T>; 2], &[T]),
-    ([mut dq, mut dk, mut dv], adds): ([MatrixMut<'_, T>; 3], bool),
-    scale: T,
-    mask: HeadMask<'_>,
-) {
-    let positions = dq.row_count();
-    let size = QUERIES.min(positions) * stride_of(positions);
-    with_scratch::<T, _>(2 * size, |scratch| {
-        let (probabilities, dscores) = scratch.split_at_mut(size);
-        for first in (0..positions).step_by(QUERIES).rev() {
-            let end = positions.min(first + QUERIES);
-            let (tile, adds) = (first..end, adds || end < positions);
-            let (rows, stride) = (tile.len(), stride_of(end));
-            let len = rows * stride;
-            let (probabilities, dscores) = (&mut probabilities[..len], &mut dscores[..len]);
-            let [q, dout, out] = [q, dout, out].map(|all| all.rows(tile.clone()));
-            scores(probabilities, (end, stride), q, keys, scale);
-            scores(dscores, (end, stride), dout, values, T::ONE);
-            drop_keys(mask, dscores, (first, stride));
-            let tiles = [&mut *probabilities, &mut *dscores];
-            let place = ((first, stride), &lse[tile.clone()]);
-            softmax_rows_back(isa, tiles, [out, dout], place, scale);
-            drop_keys(mask, probabilities, (first, stride));
-            let probabilities = Matrix::new(probabilities, rows, end, stride);
-            let dscores = Matrix::new(dscores, rows, end, stride);
-            weighted(&mut dq.rows_mut(tile), dscores, k);
-            product(&mut dk.rows_mut(0..end), dscores.transposed(), q, T::ONE, adds);
-            let probabilities = probabilities.transposed();
-            product(&mut dv.rows_mut(0..end), probabilities, dout, T::ONE, adds);
-        }
-    });
+impl<T: Real> AttentionHead<'_, T> {
+    /// Gradients of the inputs. The last tile of queries sees all keys and overwrites their gradients, or adds to them; the
+    /// tiles before it add to them.
+    fn backward(self, isa: Isa, gradients: [MatrixMut<'_, T>; 3], adds: bool) {
+        let ([q, k, v], [out, dout]) = (self.inputs, self.outs);
+        let queries = q.row_count();
+        with_copies(queries, [q, k, v, dout], |[q, k, v, dout]| {
+            let (inputs, outs) = ([q, k, v], [out, dout]);
+            let head = AttentionHead { inputs, outs, ..self };
+            with_keys(queries, k, |keys| {
+                with_keys(queries, v, |values| {
+                    head.tiles_backward(isa, [keys, values], gradients, adds);
+                });
+            });
+        });
+    }
+
+    /// [`AttentionHead::backward`], by tiles.
+    fn tiles_backward(
+        self,
+        isa: Isa,
+        [keys, values]: [Keys<'_, T>; 2],
+        [mut dq, mut dk, mut dv]: [MatrixMut<'_, T>; 3],
+        adds: bool,
+    ) {
+        let ([q, k, _], [out, dout], mask) = (self.inputs, self.outs, self.mask);
+        let positions = dq.row_count();
+        let (size, scale) = (QUERIES.min(positions) * stride_of(positions), scale(q.col_count()));
+        with_scratch::<T, _>(2 * size, |scratch| {
+            let (probabilities, dscores) = scratch.split_at_mut(size);
+            for first in (0..positions).step_by(QUERIES).rev() {
+                let end = positions.min(first + QUERIES);
+                let (tile, adds) = (first..end, adds || end < positions);
+                let (rows, stride) = (tile.len(), stride_of(end));
+                let len = rows * stride;
+                let (probabilities, dscores) = (&mut probabilities[..len], &mut dscores[..len]);
+                let [q, dout, out] = [q, dout, out].map(|all| all.rows(tile.clone()));
+                scores(probabilities, end, q, keys, scale);
+                scores(dscores, end, dout, values, T::ONE);
+                drop_keys(mask, dscores, tile.clone());
+                let tiles = [&mut *probabilities, &mut *dscores];
+                softmax_rows_back(isa, tiles, [out, dout], first, &self.lse[tile.clone()]);
+                drop_keys(mask, probabilities, tile.clone());
+                let probabilities = Matrix::new(probabilities, rows, end, stride);
+                let dscores = Matrix::new(dscores, rows, end, stride);
+                weighted(&mut dq.rows_mut(tile), dscores, k);
+                product(&mut dk.rows_mut(0..end), dscores.transposed(), q, T::ONE, adds);
+                let probabilities = probabilities.transposed();
+                product(&mut dv.rows_mut(0..end), probabilities, dout, T::ONE, adds);
+            }
+        });
+    }
 }
 
 kernel! {
     /// `p = e^(score − lse)` and `dscore = p·(dp − Σ dout·out)·scale`, of queries from the first on. `tiles` are
-    /// `[queries, keys]`, rows `stride` apart: scores, which become probabilities, and gradients of these, which become
-    /// those of the scores. Whole blocks are computed, and what a query does not see becomes 0.
+    /// `[queries, keys]`: scores, which become probabilities, and gradients of these, which become those of the scores. Whole
+    /// blocks are computed, and what a query does not see becomes 0.
     fn softmax_rows_back<'a, T>(
         tiles: [&'a mut [T]; 2],
         outputs: [Matrix<'a, T>; 2],
-        queries: ((usize, usize), &'a [T]),
-        scale: T,
+        first: usize,
+        lse: &'a [T],
     ) -> () {
-        let ([probabilities, dscores], [out, dout], ((first, stride), lse)) = (tiles, outputs, queries);
-        let width = first + lse.len();
+        let ([probabilities, dscores], [out, dout]) = (tiles, outputs);
+        let (width, stride, scale) = (first + lse.len(), probabilities.len() / lse.len(), scale::<T>(out.col_count()));
         let rows = probabilities.chunks_exact_mut(stride).zip(dscores.chunks_exact_mut(stride));
         for (i, ((p, ds), &lse)) in rows.zip(lse).enumerate() {
             let along = sum_map2(dout.row(i), out.row(i), |d, o| d * o);

@@ -7,7 +7,7 @@
 
 use super::causal::{head_forward, heads_of, read_inputs};
 use super::launches::{FORWARD, Launches, OUT, check_head};
-use super::shape::AttentionShape;
+use super::shape::{AttentionShape, scale};
 use crate::cuda::{Define, Grid, KernelSource};
 use crate::memory::{Buffer, DType, DeviceError};
 use crate::ops::cpu::kernel::{by_dtype, with_scratch};
@@ -116,7 +116,7 @@ impl AttentionDecode {
             read_inputs(isa, [queries, cached[0], cached[1]], |inputs| {
                 S::write_matrix(isa, &mut out.out, false, |out| {
                     with_scratch(shape.positions, |lse| {
-                        head_forward(isa, inputs, (out, lse), shape.scale(), None);
+                        head_forward(isa, inputs, out, lse, None);
                     });
                 });
             });
@@ -186,7 +186,7 @@ impl AttentionDecode {
             .read([&self.qkv, &self.keys, &self.values])
             .scratch([parts]);
         let attend = self.with_sizes(attend, capacity)?;
-        let attend = attend.u32([splits]).f32([shape.scale()]);
+        let attend = attend.u32([splits]).f32([scale(shape.head_size)]);
         let join = Call::new(&SOURCE, "attention_join", defines, grid(queries)?)
             .scratch([parts])
             .write([&self.out])

@@ -4,7 +4,7 @@
 //! A kernel is compiled for the size of a head, for the number of heads of queries that share keys and values, and for a
 //! mask: where every head has its own and nothing is dropped, it pays for neither.
 
-use super::shape::AttentionShape;
+use super::shape::{AttentionShape, scale};
 use crate::cuda::{Define, Grid, KernelSource};
 use crate::memory::{Buffer, DType, DeviceError};
 use crate::ops::DropoutMask;
@@ -271,7 +271,7 @@ impl Launches {
             Some(_) => call.u32([positions, heads, pairs, group]),
             None => call.u32([positions, heads]),
         };
-        let call = call.f32([shape.scale()]);
+        let call = call.f32([scale(shape.head_size)]);
         Ok(call.with(self.mask.iter().flat_map(DropoutMask::args)))
     }
 }

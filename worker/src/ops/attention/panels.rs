@@ -94,16 +94,17 @@ fn transpose<T: Real>(keys: Matrix<'_, T>, panels: &mut [T]) {
     }
 }
 
-/// `out = factor · queries · keysᵀ`, rows `stride` apart. The queries are the last of the `end` first positions; beyond
-/// the keys that a query sees, its row holds anything.
+/// `out = factor · queries · keysᵀ`, a row each, with room behind it. The queries are the last of the `end` first
+/// positions; beyond the keys that a query sees, its row holds anything.
 pub(super) fn scores<T: Real>(
     out: &mut [T],
-    (end, stride): (usize, usize),
+    end: usize,
     queries: Matrix<'_, T>,
     keys: Keys<'_, T>,
     factor: T,
 ) {
     let count = queries.row_count();
+    let stride = out.len() / count;
     let (panels, channels) = match keys {
         Keys::Plain(keys) => {
             let keys = keys.rows(0..end).transposed();

@@ -100,8 +100,9 @@ impl AttentionShape {
         rows.cols(head * size..(head + 1) * size)
     }
 
-    /// Factor of the scores: 1/√D.
-    pub(super) fn scale<T: Real>(&self) -> T {
-        T::of(1.0 / (self.head_size as f64).sqrt())
-    }
+}
+
+/// Factor of the scores: 1/√D.
+pub(super) fn scale<T: Real>(head_size: usize) -> T {
+    T::of(1.0 / (head_size as f64).sqrt())
 }

@@ -267,7 +267,8 @@ pub(crate) fn elementwise_grid(elements: usize, width: usize, unroll: usize) -> 
 pub(crate) fn elementwise(
     op: &'static str,
     source: &'static KernelSource,
-    (buffers, row): (&[&Buffer], usize),
+    buffers: &[&Buffer],
+    row: usize,
     unroll: usize,
 ) -> Result<Call, DeviceError> {
     expect_dtype(buffers[0].dtype(), buffers)?;

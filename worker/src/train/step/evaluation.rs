@@ -106,9 +106,9 @@ impl RowCaller for EvaluationRow<'_> {
     }
 
     fn read(&mut self, _replica: &Replica, action: Action, batch: &mut MicroBatch) -> Result<(), TrainError> {
-        let rows = (&mut batch.inputs[..], &mut batch.targets[..]);
+        let MicroBatch { inputs, targets } = batch;
         let starts = self.blocks(action).map(|block| block * self.block_size as u64);
-        fill_batch(self.tokens, starts, self.block_size, rows)?;
+        fill_batch(self.tokens, starts, self.block_size, inputs, targets)?;
         Ok(())
     }
 

@@ -83,7 +83,7 @@ impl TrainerParts<'_> {
         let held = Footprint::of(&self.replica, reducer, &self.optimizer);
         Memory {
             checkpoint: self.checkpoints.snapshot_bytes() as u64,
-            device_peak: self.world.device.peak_bytes().unwrap_or(0) as u64,
+            device_peak: self.world.compute.device.peak_bytes().unwrap_or(0) as u64,
             ..held.memory()
         }
     }
