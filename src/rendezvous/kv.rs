@@ -673,13 +673,7 @@ mod tests {
         let (mut store, mut context) = (KvStore::default(), context(&config));
         let ask = |store: &mut KvStore, context: &mut ApplyContext<'_>, prefix: usize, count| {
             context.effects.clear();
-            store.gather(
-                context,
-                CallId(prefix as u64),
-                prefix.to_string(),
-                count,
-                SECOND,
-            );
+            store.gather(context, CallId(prefix as u64), prefix.to_string(), count, SECOND);
             answers(&context.effects)
                 .first()
                 .map(|(_, answer)| answer.is_ok())

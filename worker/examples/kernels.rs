@@ -16,11 +16,13 @@ use std::hint::black_box;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use ddp_worker::config;
+use ddp_worker::config::{self, Recompute};
 use ddp_worker::device::{
     Arena, ArenaSpec, Buffer, Compute, CpuDevice, DType, Device, DeviceError, Event, Isa, Stream,
 };
-use ddp_worker::model::{Activation, ActivationPool, ChunkState, Context, Model, NoHooks, Passes, build};
+use ddp_worker::model::{
+    Activation, ActivationPool, ChunkState, Context, Keep, Model, NoHooks, Passes, build,
+};
 use ddp_worker::ops::{AttentionShape, CHUNK, ClipScale, LinearShape, Op, Rates, Runs, SquaredNorm, Update};
 use ddp_worker::optim::adamw;
 use local_model::{LocalGrads, LocalParams};
@@ -209,6 +211,7 @@ impl Run {
             dloss: Some(&self.dloss),
             shape: self.tokens.shape().try_into().expect("samples and positions"),
             dtype: DType::F32,
+            keep: Keep::ForBackward(Recompute::Norms),
             samples: None,
             tensor: None,
             timeline: None,

@@ -390,7 +390,7 @@ words! {
         Skip = "skip",
     }
 
-    /// `train.recompute`: see [`crate::model::recomputing`] for the memory of each.
+    /// `train.recompute`: see [`crate::model::Keep`] for the memory of each.
     Recompute {
         /// Backward keeps all that it reads.
         Nothing = "nothing",

@@ -11,15 +11,15 @@ use ddp_proto::words::counted;
 use super::loaded::{InferenceError, LoadedModel};
 use super::sampling::{Sampling, Weighed};
 use crate::device::{ArenaSpec, Buffer, DType, DeviceError};
-use crate::model::{Activation, KvCache, Passes};
+use crate::model::{Activation, ChunkState, Context, Keep, NoHooks, Passes};
 use crate::ops::Cast;
 use crate::tokenize::{Decoder, Encoder};
 
 /// Generation of one text. All memory is allocated at the start and by the first tokens.
 pub struct Generator<'a> {
     loaded: &'a LoadedModel,
-    /// By block.
-    caches: Vec<KvCache>,
+    /// Keys and values of the positions so far.
+    text: ChunkState,
     /// `[M]`, of the new positions.
     tokens: Buffer,
     /// `[V]`, f32.
@@ -66,24 +66,16 @@ impl Completion {
 }
 
 impl<'a> Generator<'a> {
-    /// An empty text; memory for all positions that the model has.
+    /// An empty text.
     pub fn new(loaded: &'a LoadedModel) -> Result<Self, InferenceError> {
-        let (device, positions) = (&loaded.compute.device, loaded.config.block_size);
-        let (dtype, vocabulary) = (loaded.model.dtype(), loaded.vocabulary());
+        let (device, vocabulary) = (&loaded.compute.device, loaded.vocabulary());
         let alloc = |name, dtype, len| {
             let arena = device.alloc(&ArenaSpec::private(name, dtype, len))?;
             Ok::<_, DeviceError>(arena.whole())
         };
-        let caches = loaded.model.blocks.iter().map(|block| {
-            Ok(KvCache {
-                keys: alloc("cached keys", dtype, positions * block.cached())?,
-                values: alloc("cached values", dtype, positions * block.cached())?,
-                positions: 0,
-            })
-        });
         Ok(Self {
-            caches: caches.collect::<Result<_, DeviceError>>()?,
-            tokens: alloc("tokens", DType::I32, positions)?,
+            text: ChunkState::new(0..loaded.model.blocks.len() - 1),
+            tokens: alloc("tokens", DType::I32, loaded.config.block_size)?,
             logits_there: alloc("logits of the next token", DType::F32, vocabulary)?,
             logits: vec![0.0; vocabulary],
             candidates: Vec::with_capacity(vocabulary),
@@ -111,12 +103,19 @@ impl<'a> Generator<'a> {
         let there = self.tokens.slice(0..count);
         compute.upload(&there, tokens);
         let inp = Activation::borrowed(there, vec![1, count]);
-        let ctx = self.loaded.context([1, count], None);
-        let head = model.blocks.len() - 1;
-        let made = Passes { model, ctx: &ctx }.decode(0..head, &inp, &mut self.caches[..head])?;
+        let ctx = Context {
+            keep: Keep::Text {
+                first_position: self.positions,
+                capacity: self.loaded.config.block_size,
+            },
+            ..self.loaded.context([1, count], None)
+        };
+        let made = Passes { model, ctx: &ctx }.forward(&mut self.text, &inp, &mut NoHooks)?;
         // Only the last row is followed by anything new.
-        let (ctx, last) = (self.loaded.context([1, 1], None), made.rows(count - 1..count));
-        let logits = Passes { model, ctx: &ctx }.decode(head..head + 1, &last, &mut self.caches[head..])?;
+        let (shape, last) = ([1, 1], made.rows(count - 1..count));
+        let ctx = Context { shape, ..ctx };
+        let head = &mut ChunkState::new(model.blocks.len() - 1..model.blocks.len());
+        let logits = Passes { model, ctx: &ctx }.forward(head, &last, &mut NoHooks)?;
         ctx.enqueue(Cast {
             x: logits.buffer().clone(),
             out: self.logits_there.clone(),
@@ -178,7 +177,6 @@ impl<'a> Generator<'a> {
             new = (self.loaded.config.block_size / 2).max(1);
             text.drain(..text.len() - new);
             self.positions = 0;
-            self.caches.iter_mut().for_each(|cache| cache.positions = 0);
         }
         self.advance(&text[text.len() - new..]).map(drop)
     }

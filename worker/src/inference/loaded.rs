@@ -7,7 +7,7 @@ use crate::config::{self, Precision, Problem};
 use crate::cuda::{CudaOptions, KernelCache, count_devices};
 use crate::data::DataError;
 use crate::device::{ArenaSpec, Buffer, Compute, CpuDevice, CudaDevice, DType, Device, DeviceError};
-use crate::model::{self, ActivationPool, Context, Model, ParamId, Params};
+use crate::model::{self, ActivationPool, Context, Keep, Model, ParamId, Params};
 use crate::ops::Cast;
 use crate::tokenize::TokenizeError;
 
@@ -155,6 +155,7 @@ impl LoadedModel {
             dloss: None,
             shape,
             dtype: self.model.dtype(),
+            keep: Keep::Nothing,
             samples: None,
             tensor: None,
             timeline: None,

@@ -27,46 +27,13 @@ pub trait Block: Send + Sync {
         self.params()
     }
 
-    /// Computes the output and puts into `saved` what `backward` will need.
+    /// Computes the output and puts into `saved` what [`Context::keep`] says.
     fn forward(
         &self,
         ctx: &Context<'_>,
         inp: &Activation,
         saved: &mut Saved,
     ) -> Result<Activation, DeviceError>;
-
-    /// Puts into `saved` what [`Block::forward`] does, for a backward that comes at once. A block that can do so without
-    /// computing its output saves time.
-    fn recompute(&self, ctx: &Context<'_>, inp: &Activation, saved: &mut Saved) -> Result<(), DeviceError> {
-        self.forward(ctx, inp, saved).map(drop)
-    }
-
-    /// Forward of the rows that follow those of `cache` in a text: generation, in which nothing is kept for a backward. The
-    /// last block returns the logits, `[R, V]`.
-    fn decode(
-        &self,
-        ctx: &Context<'_>,
-        inp: &Activation,
-        _cache: &mut KvCache,
-    ) -> Result<Activation, DeviceError> {
-        self.forward(ctx, inp, &mut Saved::default())
-    }
-
-    /// Numbers of one position that a cache holds of its keys, and of its values; 0 where it attends to nothing.
-    fn cached(&self) -> usize {
-        0
-    }
-
-    /// True if forward saves its input and nothing else: recomputing it would free nothing.
-    fn keeps_only_input(&self) -> bool {
-        false
-    }
-
-    /// The same block, whose backward recomputes nothing, or what takes much memory and little arithmetic
-    /// ([`Recompute::Selective`]). `None` if that makes no difference.
-    fn recomputing(&self, _what: Recompute) -> Option<Arc<dyn Block>> {
-        None
-    }
 
     /// Takes `saved` empty, adds each parameter's gradient through `grads`, and returns the gradient of the
     /// input; none for a block whose input has no gradient (tokens).
@@ -81,15 +48,38 @@ pub trait Block: Send + Sync {
     ) -> Result<Option<Activation>, DeviceError>;
 }
 
-/// What a block keeps of the text so far, in generation.
-#[derive(Clone, Debug)]
-pub struct KvCache {
-    /// `[B, M, KV, D]`, of `M` positions, of which the first [`KvCache::positions`] are there.
-    pub keys: Buffer,
-    /// The same of values.
-    pub values: Buffer,
-    /// Positions so far: that of the first new row.
-    pub positions: usize,
+/// What forward keeps in [`Saved`]: memory of activations for arithmetic (Chen et al. 2016; Korthikanti et al. 2022).
+///
+/// A transformer block of C channels keeps 10·C numbers a position for its backward, and one a head. What is computed
+/// element by element (normalisations, the output of the GELU) is kept with [`Recompute::Nothing`] only. That of SwiGLU
+/// never is: it comes with its gradient, in memory that is there anyway.
+///
+/// | `train.recompute` | kept, numbers a position | computed again |
+/// |---|---|---|
+/// | `nothing` | 16·C + heads | nothing |
+/// | `norms` | 10·C + heads | normalisations and GELU: no products |
+/// | `selective` | 6·C + heads | the widened half of the feed-forward layer: a third of the block's products |
+/// | `full` | C, the block's input | all of the block but its last product, whose output is not read |
+///
+/// `selective` gives up the largest thing that a block keeps, for one product that needs nothing but the layer's
+/// input. Attention keeps what it has: per byte it is the more expensive part, since its core grows with the square of
+/// the positions. The head is left alone by `full`: its backward comes next, so nothing would be freed.
+///
+/// The same operations run on the same numbers, and dropout makes its masks again from the samples' numbers, so losses
+/// and gradients have the same bits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Keep {
+    /// Nothing: no backward follows.
+    Nothing,
+    /// What backward reads, but for what it computes again.
+    ForBackward(Recompute),
+    /// Keys and values of attention, for rows that follow in the text: generation. The head returns the logits, `[R, V]`.
+    Text {
+        /// Position of the first row.
+        first_position: usize,
+        /// Positions for which there is memory.
+        capacity: usize,
+    },
 }
 
 /// Where a parameter's elements are at the moment.
@@ -160,6 +150,8 @@ pub struct Context<'a> {
     pub shape: [usize; 2],
     /// Type of activations and parameters: f32 or bf16 (f64 in gradient checks).
     pub dtype: DType,
+    /// What forward keeps, and for what.
+    pub keep: Keep,
     /// Names the samples, for dropout's masks. None: nothing is dropped.
     pub samples: Option<SampleKey>,
     /// The ranks that hold the model together. None: this rank has all of it.
@@ -192,7 +184,8 @@ impl Context<'_> {
     pub fn contribute<O: Into<Op>>(
         &self,
         grads: &mut dyn GradSink,
-        (id, reads): (ParamId, &[&Activation]),
+        id: ParamId,
+        reads: &[&Activation],
         op: impl FnOnce(GradSlot) -> O + Send + 'static,
     ) -> Result<(), DeviceError> {
         let later = WeightGradient {
@@ -235,6 +228,21 @@ impl Context<'_> {
             timeline.end(began, self.compute, kind, name());
         }
         done
+    }
+
+    /// Keeps an activation for the backward, if one follows.
+    pub(super) fn save(&self, saved: &mut Saved, name: &'static str, activation: &Activation) {
+        if let Keep::ForBackward(_) = self.keep {
+            saved.put(name, activation);
+        }
+    }
+
+    /// Position of the first row of each sample.
+    pub(super) fn first_position(&self) -> usize {
+        match self.keep {
+            Keep::Text { first_position, .. } => first_position,
+            _ => 0,
+        }
     }
 
     /// Leases an activation of the context's type.
@@ -330,17 +338,17 @@ impl Context<'_> {
         };
         let exchange = self.tensor.map(|group| group.start(kind, &partial, name));
         let exchange = exchange.transpose()?;
-        Ok((partial, exchange))
+        Ok(RowSum { partial, exchange })
     }
 
     /// The sum.
-    pub(super) fn finish_sum(&self, (partial, exchange): RowSum) -> Result<Activation, DeviceError> {
-        if let (Some(group), Some(exchange)) = (self.tensor, exchange) {
+    pub(super) fn finish_sum(&self, sum: RowSum) -> Result<Activation, DeviceError> {
+        if let (Some(group), Some(exchange)) = (self.tensor, sum.exchange) {
             group.finish(exchange)?;
         }
         match self.sequence() {
-            None => Ok(partial),
-            Some(group) => group.own_rows(&partial),
+            None => Ok(sum.partial),
+            Some(group) => group.own_rows(&sum.partial),
         }
     }
 
@@ -356,9 +364,12 @@ impl Context<'_> {
 }
 
 /// Partial sums that the ranks of a tensor group are adding up.
-type RowSum = (Activation, Option<Exchange>);
+pub(super) struct RowSum {
+    partial: Activation,
+    exchange: Option<Exchange>,
+}
 
-/// What one block's forward keeps for its backward, by name. Belongs to the caller.
+/// What one block's forward keeps, by name ([`Keep`]). Belongs to the caller.
 #[derive(Debug, Default)]
 pub struct Saved {
     slots: BTreeMap<&'static str, Activation>,
@@ -370,16 +381,29 @@ impl Saved {
         self.slots.insert(name, activation.clone());
     }
 
-    /// Keeps all of another's.
-    pub(super) fn extend(&mut self, other: Self) {
-        self.slots.extend(other.slots);
+    /// Takes an activation out, if it was kept.
+    pub(super) fn find(&mut self, name: &'static str) -> Option<Activation> {
+        self.slots.remove(name)
     }
 
     /// Takes an activation out.
     pub fn take(&mut self, name: &'static str) -> Result<Activation, DeviceError> {
-        self.slots.remove(name).ok_or_else(|| {
+        self.find(name).ok_or_else(|| {
             DeviceError::Upstream(format!("backward wants `{name}`, which forward did not save"))
         })
+    }
+
+    /// Memory that stays from call to call, leased by the first one.
+    pub(super) fn cache(
+        &mut self,
+        ctx: &Context<'_>,
+        name: &'static str,
+        shape: &[usize],
+    ) -> Result<Buffer, DeviceError> {
+        if !self.slots.contains_key(name) {
+            self.put(name, &ctx.lease(name, shape)?);
+        }
+        Ok(self.slots[name].buffer().clone())
     }
 
     /// True before forward and after backward.
@@ -439,8 +463,8 @@ pub struct Model {
     pub holds_head: bool,
     /// What of the whole model this is.
     pub part: ModelPart,
-    /// By block: its forward keeps its input only, and its backward begins with the forward (`train.recompute: full`).
-    pub keeps_input: Vec<bool>,
+    /// What backward computes again of what forward has made: [`Keep::ForBackward`].
+    pub recompute: Recompute,
 }
 
 impl Model {
@@ -464,16 +488,6 @@ impl Model {
         let key = &self.params[id.0].key;
         let found = self.all_params.iter().position(|spec| spec.key == *key);
         ParamId(found.expect("the whole model has every parameter"))
-    }
-
-    /// Parameters of a block whose elements its backward reads: all of them if that begins with the forward.
-    pub fn read_by_backward(&self, block: usize) -> &[ParamId] {
-        let (block, is_recomputed) = (&self.blocks[block], self.keeps_input[block]);
-        if is_recomputed {
-            block.params()
-        } else {
-            block.read_by_backward()
-        }
     }
 
     /// Type of the parameters, which is that of the activations too.

@@ -61,7 +61,7 @@ pub fn build_part(config: &config::Model, vocab: usize, part: &ModelPart) -> Res
             parts.matrix(group, names.positions, table, STD, None)
         });
         let held = [vocab / part.tensor.1, channels];
-        Arc::new(Embedding::new((tokens, positions), held, decoder.dropout))
+        Arc::new(Embedding::new(tokens, positions, held, decoder.dropout))
     });
 
     for layer in 0..decoder.layers {
@@ -83,7 +83,11 @@ pub fn build_part(config: &config::Model, vocab: usize, part: &ModelPart) -> Res
             outputs: vocab / part.tensor.1,
             layout: WeightLayout::OutIn,
         };
-        Arc::new(Head::new(NormedDense::new(norm, dense)))
+        Arc::new(Head::new(NormedDense {
+            norm,
+            dense,
+            normalised: "head normalised",
+        }))
     });
     Ok(parts.into_model(format!("{} {} × {channels}", names.kind, decoder.layers)))
 }
@@ -145,10 +149,10 @@ impl Parts<'_> {
         Model {
             name,
             part: self.part.clone(),
+            recompute: Recompute::Norms,
             holds_embedding: self.part.holds(0),
             holds_head: self.part.holds(self.count - 1),
             chunks: chunks.iter().map(chunk).collect(),
-            keeps_input: vec![false; self.blocks.len()],
             params: self.params,
             all_params: self.all.into(),
             groups: self.groups,
@@ -174,13 +178,14 @@ impl Parts<'_> {
         std: f32,
         along: Along<'_>,
     ) -> ParamId {
-        self.param((group, name.to_owned()), &shape, Init::Normal { std }, along)
+        self.param(group, name.to_owned(), &shape, Init::Normal { std }, along)
     }
 
     /// Matrices decay, vectors (norms and biases) do not.
     fn param(
         &mut self,
-        (group, key): (GroupId, String),
+        group: GroupId,
+        key: String,
         shape: &[usize],
         init: Init,
         along: Along<'_>,
@@ -230,7 +235,8 @@ impl Parts<'_> {
         let (dim, stretches) = along.filter(|_| self.part.tensor.1 > 1)?;
         let whole = [shape[dim]];
         let stretches = if stretches.is_empty() { &whole } else { stretches };
-        Some(Cut::new((shape, dim), stretches, self.part.tensor))
+        let (index, parts) = self.part.tensor;
+        Some(Cut::new(shape, dim, stretches, index, parts))
     }
 
     /// A parameter of an earlier block, used once more. Where that block is on another rank, this one holds a copy.
@@ -270,7 +276,7 @@ impl Parts<'_> {
     }
 
     fn vector(&mut self, group: GroupId, key: String, len: usize, value: f32, along: Along<'_>) -> ParamId {
-        self.param((group, key), &[len], Init::Constant(value), along)
+        self.param(group, key, &[len], Init::Constant(value), along)
     }
 
     fn norm(&mut self, group: GroupId, name: &str, decoder: &Decoder) -> Norm {
@@ -341,10 +347,11 @@ impl Parts<'_> {
             let (fused, heads) = (stretches.iter().sum(), kind.heads * kind.head_size);
             let cut = Side::Outputs(&stretches);
             Attention {
-                qkv: NormedDense::new(
-                    self.norm(group, &key(names.attention_norm), decoder),
-                    self.dense(group, &key(names.qkv), [channels, fused], cut, decoder),
-                ),
+                qkv: NormedDense {
+                    norm: self.norm(group, &key(names.attention_norm), decoder),
+                    dense: self.dense(group, &key(names.qkv), [channels, fused], cut, decoder),
+                    normalised: "attention normalised",
+                },
                 projection: self.dense(
                     group,
                     &key(names.attention_projection),
@@ -365,16 +372,17 @@ impl Parts<'_> {
             ActivationKind::SwiGlu => &halves,
         });
         let feed_forward = FeedForward {
-            widen: NormedDense::new(
-                self.norm(group, &key(names.feed_forward_norm), decoder),
-                self.dense(
+            widen: NormedDense {
+                norm: self.norm(group, &key(names.feed_forward_norm), decoder),
+                dense: self.dense(
                     group,
                     &key(names.widen),
                     [channels, decoder.widened()],
                     cut,
                     decoder,
                 ),
-            ),
+                normalised: "feed-forward normalised",
+            },
             projection: self.dense(
                 group,
                 &key(names.narrow),
@@ -383,52 +391,10 @@ impl Parts<'_> {
                 decoder,
             ),
             activation: decoder.activation,
-            keeps_wide: true,
-            keeps_active: false,
             dropout,
         };
         TransformerBlock::new(name, attention, feed_forward)
     }
-}
-
-/// The same model, which keeps less for backward, or more: memory of activations for arithmetic (Chen et al. 2016;
-/// Korthikanti et al. 2022).
-///
-/// A transformer block of C channels keeps 10·C numbers a position for its backward, and one a head. What is computed
-/// element by element (normalisations, the output of the GELU) is kept with `nothing` only. That of SwiGLU never is: it comes
-/// with its gradient, in memory that is there anyway.
-///
-/// | `train.recompute` | kept, numbers a position | computed again |
-/// |---|---|---|
-/// | `nothing` | 16·C + heads | nothing |
-/// | `norms` | 10·C + heads | normalisations and GELU: no products |
-/// | `selective` | 6·C + heads | the widened half of the feed-forward layer: a third of the block's products |
-/// | `full` | C, the block's input | all of the block but its last product, whose output is not read |
-///
-/// `selective` gives up the largest thing that a block keeps, for one product that needs nothing but the layer's
-/// input. Attention keeps what it has: per byte it is the more expensive part, since its core grows with the square of
-/// the positions. The head is left alone by `full`: its backward comes next, so nothing would be freed.
-///
-/// The same operations run on the same numbers, and dropout makes its masks again from the samples' numbers, so losses
-/// and gradients have the same bits.
-#[must_use]
-pub fn recomputing(mut model: Model, what: Recompute) -> Model {
-    match what {
-        Recompute::Norms => {}
-        Recompute::Nothing | Recompute::Selective => {
-            for block in &mut model.blocks {
-                *block = block.recomputing(what).unwrap_or_else(|| block.clone());
-            }
-        }
-        Recompute::Full => {
-            let head = model.blocks.len() - usize::from(model.holds_head);
-            let keeps_input = |(index, keeps): (usize, &mut bool)| {
-                *keeps = index < head && !model.blocks[index].keeps_only_input();
-            };
-            model.keeps_input.iter_mut().enumerate().for_each(keeps_input);
-        }
-    }
-    model
 }
 
 #[cfg(test)]

@@ -4,7 +4,8 @@
 //! Within a layer backward works in the reverse of the order in which parameters are listed, since that is the order of
 //! gradient memory: the bias, then the weight.
 
-use super::{Activation, Context, GradSink, GradSlot, ParamId, Saved};
+use super::{Activation, Context, GradSink, GradSlot, Keep, ParamId, Saved};
+use crate::config::Recompute;
 use crate::device::DeviceError;
 use crate::ops::{
     self, AddBiasResidual, Cast, ColumnSum, DropoutMask, LinearDinp, LinearDweight, LinearForward,
@@ -44,7 +45,8 @@ impl Norm {
         &self,
         ctx: &Context<'_>,
         [inp, dout]: [&Activation; 2],
-        (dinp, accumulate_dinp): (&Activation, bool),
+        dinp: &Activation,
+        accumulate_dinp: bool,
         grads: &mut dyn GradSink,
     ) -> Result<(), DeviceError> {
         let dbias = self.bias.map(|bias| grads.grad(bias)).transpose()?;
@@ -120,7 +122,8 @@ impl Dense {
         ctx: &Context<'_>,
         inp: &Activation,
         residual: &Activation,
-        (dropout, site): (DropoutLayer, Site),
+        dropout: DropoutLayer,
+        site: Site,
     ) -> Result<Activation, DeviceError> {
         let drops = dropout.mask(ctx, site).is_some();
         let residual_here = (!drops).then_some(residual);
@@ -173,13 +176,13 @@ impl Dense {
         };
         if let Some(bias) = self.bias {
             let x = own.buffer().clone();
-            ctx.contribute(grads, (bias, &[own]), move |slot| ColumnSum {
+            ctx.contribute(grads, bias, &[own], move |slot| ColumnSum {
                 x,
                 out: slot.buffer,
                 accumulate: slot.accumulate,
             })?;
         }
-        ctx.contribute(grads, (self.weight, &[inp, dout]), weight)
+        ctx.contribute(grads, self.weight, &[inp, dout], weight)
     }
 }
 
@@ -188,31 +191,15 @@ impl Dense {
 pub(super) struct NormedDense {
     pub(super) norm: Norm,
     pub(super) dense: Dense,
-    /// Name under which what lies between is kept for backward. None: it is computed again.
-    pub(super) kept_as: Option<&'static str>,
+    /// Name under which what lies between is kept for backward, unless that computes it again.
+    pub(super) normalised: &'static str,
 }
 
 impl NormedDense {
-    pub(super) fn new(norm: Norm, dense: Dense) -> Self {
-        Self {
-            norm,
-            dense,
-            kept_as: None,
-        }
-    }
-
-    /// The same, which keeps what lies between under this name.
-    pub(super) fn keeping(self, name: &'static str) -> Self {
-        Self {
-            kept_as: Some(name),
-            ..self
-        }
-    }
-
-    /// Keeps what lies between, if it is kept.
-    pub(super) fn keep(&self, saved: &mut Saved, normalised: &Activation) {
-        if let Some(name) = self.kept_as {
-            saved.put(name, normalised);
+    /// Keeps what lies between, if backward does not compute it again.
+    pub(super) fn keep(&self, ctx: &Context<'_>, saved: &mut Saved, normalised: &Activation) {
+        if ctx.keep == Keep::ForBackward(Recompute::Nothing) {
+            saved.put(self.normalised, normalised);
         }
     }
 
@@ -224,12 +211,13 @@ impl NormedDense {
     pub(super) fn forward(
         &self,
         ctx: &Context<'_>,
-        (inp, saved): (&Activation, &mut Saved),
+        inp: &Activation,
+        saved: &mut Saved,
         name: &str,
     ) -> Result<Activation, DeviceError> {
         let normalised = self.norm.forward(ctx, inp)?;
         let out = self.dense.forward(ctx, &normalised, None, name)?;
-        self.keep(saved, &normalised);
+        self.keep(ctx, saved, &normalised);
         Ok(out)
     }
 
@@ -238,12 +226,13 @@ impl NormedDense {
     pub(super) fn backward(
         &self,
         ctx: &Context<'_>,
-        ([inp, dout], saved): ([&Activation; 2], &mut Saved),
+        [inp, dout]: [&Activation; 2],
+        saved: &mut Saved,
         stream: Option<&Activation>,
         grads: &mut dyn GradSink,
     ) -> Result<Activation, DeviceError> {
-        let normalised = match self.kept_as {
-            Some(name) => saved.take(name)?,
+        let normalised = match saved.find(self.normalised) {
+            Some(normalised) => normalised,
             None => self.norm.forward(ctx, inp)?,
         };
         let gradient = || ctx.start_sum("gradient", self.dense.dinp(ctx, dout)?);
@@ -262,9 +251,8 @@ impl NormedDense {
                 out: dinp.buffer().clone(),
             });
         }
-        let accumulate = stream.is_some();
         self.norm
-            .backward(ctx, [inp, &dnormalised], (&dinp, accumulate), grads)?;
+            .backward(ctx, [inp, &dnormalised], &dinp, stream.is_some(), grads)?;
         Ok(dinp)
     }
 }

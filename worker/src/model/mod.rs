@@ -5,7 +5,7 @@
 //! | [`ParamSpec`], [`ParamGroup`] | key, shape, cut, initialiser, decay of a parameter; the unit of ZeRO-3 gathering |
 //! | [`Region`], [`Cut`] | a box of a tensor; how a rank's part of a parameter consists of them |
 //! | [`Block`] | forward and backward over parameters that are passed in, never held |
-//! | [`Saved`] | what a block's forward keeps for its backward; one per block and micro-batch in flight |
+//! | [`Saved`], [`Keep`] | what a block's forward keeps for its backward; one per block and micro-batch in flight; how much |
 //! | [`WeightGradient`] | a gradient of a parameter that is put off to the second half of backward |
 //! | [`Activation`], [`ActivationPool`] | shaped buffers, leased from a pool |
 //! | [`TensorOps`], [`Exchange`] | what blocks ask of the ranks that hold a model together |
@@ -13,7 +13,7 @@
 //! | [`Published`] | how a kind of model is published: names of tensors, words of `config.json` |
 //! | [`build()`] | a network from the `model` section: GPT-2, or the same without attention |
 //! | [`Passes`], [`ChunkState`], [`Hooks`] | forward and backward over a chunk of blocks; a micro-batch between them; what accompanies them |
-//! | [`recomputing`] | the same model, keeping less for backward |
+
 //! | [`fill_init`] | stateless first values |
 
 mod activation;
@@ -30,9 +30,9 @@ mod transformer;
 
 pub use activation::{Activation, ActivationPool};
 pub use block::{
-    Block, Context, GradSink, GradSlot, KvCache, Model, ModelPart, Params, SampleKey, Saved, WeightGradient,
+    Block, Context, GradSink, GradSlot, Keep, Model, ModelPart, Params, SampleKey, Saved, WeightGradient,
 };
-pub use build::{block_count, build, build_part, recomputing};
+pub use build::{block_count, build, build_part};
 pub use decoder::{ActivationKind, AttentionKind, Decoder, HEAD, Names, NormKind, PositionKind};
 pub use param::{AxisRole, GroupId, Init, ParamGroup, ParamId, ParamSpec, fill_init};
 pub(crate) use passes::sum_of_losses;

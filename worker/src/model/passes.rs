@@ -8,7 +8,7 @@
 
 use std::ops::Range;
 
-use super::{Activation, Context, GradSink, GradSlot, KvCache, Model, ParamId, Saved, WeightGradient};
+use super::{Activation, Context, GradSink, GradSlot, Keep, Model, ParamId, Saved, WeightGradient};
 use crate::device::{Compute, DeviceError, Event};
 use crate::timeline::Kind;
 
@@ -39,8 +39,8 @@ pub struct NoHooks;
 
 impl Hooks for NoHooks {}
 
-/// A micro-batch between forward and backward of a chunk: what each block has saved, and between the halves of backward the
-/// deferred gradients of weights.
+/// A micro-batch between forward and backward of a chunk, or a text that goes on: what each block has saved, and between the
+/// halves of backward the deferred gradients of weights.
 #[derive(Debug)]
 pub struct ChunkState {
     chunk: Range<usize>,
@@ -75,7 +75,7 @@ pub struct Passes<'a> {
 
 impl Passes<'_> {
     /// Forward over the chunk of `state`. The whole model goes from tokens `[B, T]` to the loss of each position
-    /// `[B·T]`, 0 where the target is ignored.
+    /// `[B·T]`, 0 where the target is ignored; with [`Keep::Text`] to the logits of each row, `[B·T, V]`.
     pub fn forward(
         &self,
         state: &mut ChunkState,
@@ -88,11 +88,7 @@ impl Passes<'_> {
             let name = || format!("forward {}", block.name()).into();
             let forward = || {
                 hooks.before(index, Pass::Forward)?;
-                if !self.model.keeps_input[index] {
-                    return block.forward(self.ctx, &activation, saved);
-                }
-                saved.put(BLOCK_INPUT, &activation);
-                block.forward(self.ctx, &activation, &mut Saved::default())
+                block.forward(self.ctx, &activation, saved)
             };
             activation = self.ctx.spanned(Kind::Forward, name, forward)?;
             hooks.after(index, Pass::Forward, Some(&activation))?;
@@ -100,8 +96,8 @@ impl Passes<'_> {
         Ok(activation)
     }
 
-    /// The same without a backward to come: what a block saves is released before the next block runs, nothing is
-    /// dropped, and [`Context::dloss`] and [`Context::timeline`] are not used.
+    /// The same without a backward to come: nothing is kept and nothing dropped, and [`Context::dloss`] and
+    /// [`Context::timeline`] are not used.
     pub fn evaluate(
         &self,
         chunk: Range<usize>,
@@ -109,36 +105,14 @@ impl Passes<'_> {
         hooks: &mut dyn Hooks,
     ) -> Result<Activation, DeviceError> {
         let ctx = Context {
+            keep: Keep::Nothing,
             dloss: None,
             samples: None,
             timeline: None,
             ..*self.ctx
         };
-        let mut activation = input.clone();
-        for index in chunk {
-            hooks.before(index, Pass::Forward)?;
-            let block = &self.model.blocks[index];
-            activation = block.forward(&ctx, &activation, &mut Saved::default())?;
-            hooks.after(index, Pass::Forward, Some(&activation))?;
-        }
-        Ok(activation)
-    }
-
-    /// Forward over some blocks of the rows that follow those of `caches`, one a block, in generation: of the whole model
-    /// from tokens `[B, T]` to the logits of each row, `[B·T, V]`. Each cache has `T` positions more then.
-    pub fn decode(
-        &self,
-        blocks: Range<usize>,
-        inp: &Activation,
-        caches: &mut [KvCache],
-    ) -> Result<Activation, DeviceError> {
-        let [_, positions] = self.ctx.shape;
-        let mut activation = inp.clone();
-        for (block, cache) in self.model.blocks[blocks].iter().zip(caches) {
-            activation = block.decode(self.ctx, &activation, cache)?;
-            cache.positions += positions;
-        }
-        Ok(activation)
+        let (model, ctx) = (self.model, &ctx);
+        Passes { model, ctx }.forward(&mut ChunkState::new(chunk), input, hooks)
     }
 
     /// Backward over the chunk of `state`, from the gradient of its output to that of its input, if it has one. The chunk
@@ -151,7 +125,7 @@ impl Passes<'_> {
         hooks: &mut dyn Hooks,
         grads: &mut dyn GradSink,
     ) -> Result<Option<Activation>, DeviceError> {
-        self.backward_over(state, dout, hooks, (grads, false))
+        self.backward_over(state, dout, hooks, grads, false)
     }
 
     /// The first half of [`Passes::backward`]: the gradient of the chunk's input, and of its norms' parameters. Those of
@@ -164,7 +138,7 @@ impl Passes<'_> {
         hooks: &mut dyn Hooks,
         grads: &mut dyn GradSink,
     ) -> Result<Option<Activation>, DeviceError> {
-        self.backward_over(state, dout, hooks, (grads, true))
+        self.backward_over(state, dout, hooks, grads, true)
     }
 
     /// The second half: adds to the gradients of the chunk's weights, in the order in which the first half came to them.
@@ -185,7 +159,8 @@ impl Passes<'_> {
         state: &mut ChunkState,
         dout: Option<Activation>,
         hooks: &mut dyn Hooks,
-        (grads, is_apart): (&mut dyn GradSink, bool),
+        grads: &mut dyn GradSink,
+        is_apart: bool,
     ) -> Result<Option<Activation>, DeviceError> {
         let ChunkState {
             chunk,
@@ -208,14 +183,6 @@ impl Passes<'_> {
             let name = || format!("backward {}", block.name()).into();
             let backward = || {
                 hooks.before(index, Pass::Backward)?;
-                let mut again = Saved::default();
-                let saved = if self.model.keeps_input[index] {
-                    let input = saved.take(BLOCK_INPUT)?;
-                    block.recompute(self.ctx, &input, &mut again)?;
-                    &mut again
-                } else {
-                    saved
-                };
                 block.backward(self.ctx, saved, &dout, &mut sink)
             };
             gradient = self.ctx.spanned(Kind::Backward, name, backward)?;
@@ -237,9 +204,6 @@ pub(crate) fn sum_of_losses(compute: &Compute, losses: &Activation) -> Result<f6
         .map(f64::from)
         .sum())
 }
-
-/// What a recomputed block keeps.
-const BLOCK_INPUT: &str = "block input";
 
 /// Passes contributions on, and offers a place to defer those of weights.
 struct DeferringSink<'a> {

@@ -178,7 +178,7 @@ impl Cut {
     ///
     /// # Panics
     /// If there is no such part, or the stretches do not make up the dimension or cannot be divided evenly.
-    pub fn new((shape, dim): (&[usize], usize), stretches: &[usize], (index, parts): (usize, usize)) -> Self {
+    pub fn new(shape: &[usize], dim: usize, stretches: &[usize], index: usize, parts: usize) -> Self {
         assert!(index < parts, "there is no part {index} of {parts}");
         assert!(
             shape.get(dim) == Some(&stretches.iter().sum()),

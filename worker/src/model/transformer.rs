@@ -6,11 +6,9 @@
 //! Backward works in the reverse of the order in which parameters are listed, since that is the order of gradient
 //! memory: within a layer the bias, then the weight.
 
-use std::sync::Arc;
-
 use super::decoder::{ActivationKind, PositionKind};
 use super::layers::{Dense, DropoutLayer, NormedDense, Site, with_channels};
-use super::{Activation, Block, Context, GradSink, GradSlot, KvCache, ParamId, Saved};
+use super::{Activation, Block, Context, GradSink, GradSlot, Keep, ParamId, Saved};
 use crate::config::Recompute;
 use crate::device::{Buffer, DeviceError};
 use crate::ops::{
@@ -70,47 +68,15 @@ impl Block for TransformerBlock {
         inp: &Activation,
         saved: &mut Saved,
     ) -> Result<Activation, DeviceError> {
+        let mut dropped = Saved::default();
+        let saved = if ctx.keep == Keep::ForBackward(Recompute::Full) {
+            saved.put(INPUT, inp);
+            &mut dropped
+        } else {
+            saved
+        };
         let middle = self.middle(ctx, inp, saved)?;
         self.feed_forward.forward(ctx, &middle, saved)
-    }
-
-    /// Without the last product, which only makes the output.
-    fn recompute(&self, ctx: &Context<'_>, inp: &Activation, saved: &mut Saved) -> Result<(), DeviceError> {
-        let middle = self.middle(ctx, inp, saved)?;
-        self.feed_forward.recompute(ctx, &middle, saved)
-    }
-
-    fn decode(
-        &self,
-        ctx: &Context<'_>,
-        inp: &Activation,
-        cache: &mut KvCache,
-    ) -> Result<Activation, DeviceError> {
-        let middle = match &self.attention {
-            Some(attention) => attention.decode(ctx, inp, cache)?,
-            None => inp.clone(),
-        };
-        self.feed_forward.forward(ctx, &middle, &mut Saved::default())
-    }
-
-    fn cached(&self) -> usize {
-        let of = |attention: &Attention| attention.kv_heads * attention.head_size;
-        self.attention.as_ref().map_or(0, of)
-    }
-
-    fn recomputing(&self, what: Recompute) -> Option<Arc<dyn Block>> {
-        let mut other = self.clone();
-        let feed_forward = &mut other.feed_forward;
-        if what == Recompute::Selective {
-            feed_forward.keeps_wide = false;
-        } else {
-            feed_forward.widen = feed_forward.widen.keeping("feed-forward normalised");
-            feed_forward.keeps_active = feed_forward.activation == ActivationKind::Gelu;
-            if let Some(attention) = &mut other.attention {
-                attention.qkv = attention.qkv.keeping("attention normalised");
-            }
-        }
-        Some(Arc::new(other))
     }
 
     fn backward(
@@ -120,6 +86,15 @@ impl Block for TransformerBlock {
         dout: &Activation,
         grads: &mut dyn GradSink,
     ) -> Result<Option<Activation>, DeviceError> {
+        let mut again = Saved::default();
+        let saved = match saved.find(INPUT) {
+            None => saved,
+            Some(inp) => {
+                let middle = self.middle(ctx, &inp, &mut again)?;
+                self.feed_forward.recompute(ctx, &middle, &mut again)?;
+                &mut again
+            }
+        };
         // The gradient of the residual stream: each layer adds its own to it.
         let dmiddle = self.feed_forward.backward(ctx, saved, dout, grads)?;
         match &self.attention {
@@ -128,6 +103,9 @@ impl Block for TransformerBlock {
         }
     }
 }
+
+/// What a block keeps that computes all of itself again.
+const INPUT: &str = "block input";
 
 /// `[B, T]` tokens to `[B, T, C]`.
 #[derive(Debug)]
@@ -143,11 +121,7 @@ pub(super) struct Embedding {
 
 impl Embedding {
     /// An embedding of `held` tokens in `channels` channels. Without `wpe`, positions make no difference.
-    pub(super) fn new(
-        (wte, wpe): (ParamId, Option<ParamId>),
-        [held, channels]: [usize; 2],
-        rate: f32,
-    ) -> Self {
+    pub(super) fn new(wte: ParamId, wpe: Option<ParamId>, [held, channels]: [usize; 2], rate: f32) -> Self {
         let params = std::iter::once(wte).chain(wpe).collect();
         Self {
             wte,
@@ -157,29 +131,6 @@ impl Embedding {
             channels,
             dropout: DropoutLayer { rate, layer: 0 },
         }
-    }
-
-    /// `[B, T]` tokens to `[B, T, C]`, or this rank's rows of it; the first position of each sample is `first_position`.
-    fn rows(
-        &self,
-        ctx: &Context<'_>,
-        tokens: &Activation,
-        first_position: usize,
-    ) -> Result<Activation, DeviceError> {
-        let [batch, positions] = batch_and_positions(tokens)?;
-        let out = ctx.lease("embedding", &[batch, positions, self.channels])?;
-        // The parts are summed: one rank adds the positions.
-        let wpe = self.wpe.filter(|_| ctx.tensor_place().0 == 0);
-        let from_first = |wpe: Buffer| wpe.slice(first_position * self.channels..wpe.len());
-        ctx.enqueue(EncoderForward {
-            tokens: tokens.buffer().clone(),
-            part: ctx.vocabulary(self.held),
-            wte: ctx.params.get(self.wte),
-            wpe: wpe.map(|wpe| from_first(ctx.params.get(wpe))),
-            out: out.buffer().clone(),
-            positions,
-        });
-        ctx.summed_rows("embedding", out)
     }
 }
 
@@ -197,29 +148,30 @@ impl Block for Embedding {
         &[]
     }
 
-    fn keeps_only_input(&self) -> bool {
-        true
-    }
-
+    /// `[B, T]` tokens to `[B, T, C]`, or this rank's rows of it.
     fn forward(
         &self,
         ctx: &Context<'_>,
         inp: &Activation,
         saved: &mut Saved,
     ) -> Result<Activation, DeviceError> {
-        let out = self.rows(ctx, inp, 0)?;
-        saved.put("tokens", inp);
+        let [batch, positions] = batch_and_positions(inp)?;
+        let out = ctx.lease("embedding", &[batch, positions, self.channels])?;
+        // The parts are summed: one rank adds the positions.
+        let wpe = self.wpe.filter(|_| ctx.tensor_place().0 == 0);
+        let from_first = |wpe: Buffer| wpe.slice(ctx.first_position() * self.channels..wpe.len());
+        ctx.enqueue(EncoderForward {
+            tokens: inp.buffer().clone(),
+            part: ctx.vocabulary(self.held),
+            wte: ctx.params.get(self.wte),
+            wpe: wpe.map(|wpe| from_first(ctx.params.get(wpe))),
+            out: out.buffer().clone(),
+            positions,
+        });
+        let out = ctx.summed_rows("embedding", out)?;
+        ctx.save(saved, "tokens", inp);
         let dropped = self.dropout.apply(ctx, Site::Embedding, &out, None)?;
         Ok(dropped.unwrap_or(out))
-    }
-
-    fn decode(
-        &self,
-        ctx: &Context<'_>,
-        inp: &Activation,
-        cache: &mut KvCache,
-    ) -> Result<Activation, DeviceError> {
-        self.rows(ctx, inp, cache.positions)
     }
 
     fn backward(
@@ -242,7 +194,7 @@ impl Block for Embedding {
                 positions,
                 channels,
             };
-            ctx.contribute(grads, (wpe, &[&dout]), of)?;
+            ctx.contribute(grads, wpe, &[&dout], of)?;
         }
         let (token_rows, dout_rows) = (tokens.buffer().clone(), dout.buffer().clone());
         let part = ctx.vocabulary(self.held);
@@ -253,7 +205,7 @@ impl Block for Embedding {
             dwte: slot.buffer,
             accumulate: slot.accumulate,
         };
-        ctx.contribute(grads, (self.wte, &[&tokens, &dout]), of)?;
+        ctx.contribute(grads, self.wte, &[&tokens, &dout], of)?;
         Ok(None)
     }
 }
@@ -330,11 +282,6 @@ impl Block for Head {
         &self.params
     }
 
-    fn recomputing(&self, what: Recompute) -> Option<Arc<dyn Block>> {
-        let projection = self.projection.keeping("head normalised");
-        (what == Recompute::Nothing).then(|| Arc::new(Self::new(projection)) as Arc<dyn Block>)
-    }
-
     /// Keeps the input and the logits' gradient, R·(C + V) elements, and R·C where the normalised rows are kept; nothing if
     /// no backward follows.
     fn forward(
@@ -343,25 +290,14 @@ impl Block for Head {
         inp: &Activation,
         saved: &mut Saved,
     ) -> Result<Activation, DeviceError> {
-        let mut kept = Saved::default();
-        let logits = self.projection.forward(ctx, (inp, &mut kept), "logits")?;
-        let losses = self.losses(ctx, &logits)?;
-        if ctx.dloss.is_some() {
-            saved.extend(kept);
-            saved.put("head input", inp);
-            saved.put("dlogits", &logits);
+        let logits = self.projection.forward(ctx, inp, saved, "logits")?;
+        if let Keep::Text { .. } = ctx.keep {
+            return Ok(logits);
         }
+        let losses = self.losses(ctx, &logits)?;
+        ctx.save(saved, "head input", inp);
+        ctx.save(saved, "dlogits", &logits);
         Ok(losses)
-    }
-
-    fn decode(
-        &self,
-        ctx: &Context<'_>,
-        inp: &Activation,
-        _cache: &mut KvCache,
-    ) -> Result<Activation, DeviceError> {
-        self.projection
-            .forward(ctx, (inp, &mut Saved::default()), "logits")
     }
 
     /// The factors, `dout`, are in the logits' gradient.
@@ -381,10 +317,8 @@ impl Block for Head {
             "the gradient of the losses is not the one that forward was given"
         );
         let (inp, dlogits) = (saved.take("head input")?, saved.take("dlogits")?);
-        let dinp = self
-            .projection
-            .backward(ctx, ([&inp, &dlogits], saved), None, grads)?;
-        Ok(Some(dinp))
+        let projection = &self.projection;
+        (projection.backward(ctx, [&inp, &dlogits], saved, None, grads)).map(Some)
     }
 }
 
@@ -432,57 +366,51 @@ impl Attention {
         saved: &mut Saved,
     ) -> Result<Activation, DeviceError> {
         let shape = self.shape(ctx);
-        let qkv = self.qkv.forward(ctx, (inp, &mut *saved), "projected")?;
-        self.rotate(ctx, &qkv, 0, false);
+        let qkv = self.qkv.forward(ctx, inp, saved, "projected")?;
+        self.rotate(ctx, &qkv, false);
         let mixed = ctx.lease("attention", &[shape.rows(), shape.channels()])?;
         let lse = ctx.lease_stat("attention lse", &[shape.batch, shape.heads, shape.positions])?;
-        ctx.enqueue(AttentionForward {
-            qkv: qkv.buffer().clone(),
-            out: mixed.buffer().clone(),
-            lse: lse.buffer().clone(),
-            shape,
-            dropout: self.mask(ctx),
-        });
-        let dropout = (self.dropout, Site::AttentionResidual);
-        let out = self.projection.forward_onto(ctx, &mixed, inp, dropout)?;
-        saved.put("attention input", inp);
-        saved.put("qkv", &qkv);
-        saved.put("attention", &mixed);
-        saved.put("attention lse", &lse);
+        let (inp_of, out) = (qkv.buffer().clone(), mixed.buffer().clone());
+        match ctx.keep {
+            Keep::Text {
+                first_position,
+                capacity,
+            } => {
+                let cache = [shape.batch, capacity, shape.kv_channels()];
+                ctx.enqueue(AttentionDecode {
+                    qkv: inp_of,
+                    keys: saved.cache(ctx, "keys", &cache)?,
+                    values: saved.cache(ctx, "values", &cache)?,
+                    out,
+                    shape,
+                    first_position,
+                });
+            }
+            _ => ctx.enqueue(AttentionForward {
+                qkv: inp_of,
+                out,
+                lse: lse.buffer().clone(),
+                shape,
+                dropout: self.mask(ctx),
+            }),
+        }
+        let (projection, site) = (&self.projection, Site::AttentionResidual);
+        let out = projection.forward_onto(ctx, &mixed, inp, self.dropout, site)?;
+        ctx.save(saved, "attention input", inp);
+        ctx.save(saved, "qkv", &qkv);
+        ctx.save(saved, "attention", &mixed);
+        ctx.save(saved, "attention lse", &lse);
         Ok(out)
     }
 
-    /// The same of rows that follow those of `cache`, which then holds their keys and values too.
-    fn decode(
-        &self,
-        ctx: &Context<'_>,
-        inp: &Activation,
-        cache: &KvCache,
-    ) -> Result<Activation, DeviceError> {
-        let (shape, first_position) = (self.shape(ctx), cache.positions);
-        let qkv = self.qkv.forward(ctx, (inp, &mut Saved::default()), "projected")?;
-        self.rotate(ctx, &qkv, first_position, false);
-        let mixed = ctx.lease("attention", &[shape.rows(), shape.channels()])?;
-        ctx.enqueue(AttentionDecode {
-            qkv: qkv.buffer().clone(),
-            keys: cache.keys.clone(),
-            values: cache.values.clone(),
-            out: mixed.buffer().clone(),
-            shape,
-            first_position,
-        });
-        let dropout = (self.dropout, Site::AttentionResidual);
-        self.projection.forward_onto(ctx, &mixed, inp, dropout)
-    }
-
     /// Rotates queries and keys by their positions, or their gradients back, if the model does that.
-    fn rotate(&self, ctx: &Context<'_>, qkv: &Activation, first_position: usize, backward: bool) {
+    fn rotate(&self, ctx: &Context<'_>, qkv: &Activation, backward: bool) {
         if let PositionKind::Rotary { theta, scaling } = self.positions {
             ctx.enqueue(Rotary {
                 qkv: qkv.buffer().clone(),
                 shape: self.shape(ctx),
                 embedding: RotaryEmbedding { base: theta, scaling },
-                first_position,
+                first_position: ctx.first_position(),
                 backward,
             });
         }
@@ -520,9 +448,8 @@ impl Attention {
             dropout: self.mask(ctx),
         });
         drop((qkv, mixed, lse, dmixed));
-        self.rotate(ctx, &dqkv, 0, true);
-        self.qkv
-            .backward(ctx, ([&inp, &dqkv], saved), Some(stream), grads)
+        self.rotate(ctx, &dqkv, true);
+        self.qkv.backward(ctx, [&inp, &dqkv], saved, Some(stream), grads)
     }
 }
 
@@ -532,10 +459,6 @@ pub(super) struct FeedForward {
     pub(super) widen: NormedDense,
     pub(super) projection: Dense,
     pub(super) activation: ActivationKind,
-    /// Otherwise backward widens again.
-    pub(super) keeps_wide: bool,
-    /// The output of a GELU; otherwise backward computes it again.
-    pub(super) keeps_active: bool,
     pub(super) dropout: DropoutLayer,
 }
 
@@ -544,10 +467,10 @@ impl FeedForward {
         [self.widen.params(), self.projection.params()].concat()
     }
 
-    fn keep(&self, saved: &mut Saved, inp: &Activation, wide: &Activation) {
-        saved.put("feed-forward input", inp);
-        if self.keeps_wide {
-            saved.put("wide", wide);
+    fn keep(ctx: &Context<'_>, saved: &mut Saved, inp: &Activation, wide: &Activation) {
+        ctx.save(saved, "feed-forward input", inp);
+        if ctx.keep != Keep::ForBackward(Recompute::Selective) {
+            ctx.save(saved, "wide", wide);
         }
     }
 
@@ -558,13 +481,12 @@ impl FeedForward {
         inp: &Activation,
         saved: &mut Saved,
     ) -> Result<(), DeviceError> {
-        let wide = self.widen.forward(ctx, (inp, &mut *saved), "projected")?;
-        self.keep(saved, inp, &wide);
+        let wide = self.widen.forward(ctx, inp, saved, "projected")?;
+        Self::keep(ctx, saved, inp, &wide);
         Ok(())
     }
 
-    /// `[…, C]` to `[…, C]`; keeps 5·R·C elements, R·C without `keeps_wide`, 4·R·C more with `keeps_active`; and
-    /// R·C where the normalised rows are kept.
+    /// `[…, C]` to `[…, C]`; keeps 5·R·C elements, or as [`Keep`] says.
     pub(super) fn forward(
         &self,
         ctx: &Context<'_>,
@@ -584,12 +506,12 @@ impl FeedForward {
                 channels: self.projection.inputs,
             }),
         }
-        self.widen.keep(saved, &normalised);
+        self.widen.keep(ctx, saved, &normalised);
         drop(normalised);
-        let dropout = (self.dropout, Site::FeedForwardResidual);
-        let out = self.projection.forward_onto(ctx, &active, inp, dropout)?;
-        self.keep(saved, inp, &wide);
-        if self.keeps_active {
+        let (projection, site) = (&self.projection, Site::FeedForwardResidual);
+        let out = projection.forward_onto(ctx, &active, inp, self.dropout, site)?;
+        Self::keep(ctx, saved, inp, &wide);
+        if ctx.keep == Keep::ForBackward(Recompute::Nothing) && self.activation == ActivationKind::Gelu {
             saved.put("activated", &active);
         }
         Ok(out)
@@ -604,13 +526,9 @@ impl FeedForward {
         grads: &mut dyn GradSink,
     ) -> Result<Activation, DeviceError> {
         let inp = saved.take("feed-forward input")?;
-        let wide = if self.keeps_wide {
-            saved.take("wide")?
-        } else {
-            self.widen
-                .forward(ctx, (&inp, &mut Saved::default()), "projected")?
-        };
-        let kept = self.keeps_active.then(|| saved.take("activated")).transpose()?;
+        let (wide, kept) = (saved.find("wide"), saved.find("activated"));
+        let widen = || (self.widen).forward(ctx, &inp, &mut Saved::default(), "projected");
+        let wide = wide.map_or_else(widen, Ok)?;
         let own = self.dropout.gradient(ctx, Site::FeedForwardResidual, stream)?;
         let dprojected = ctx.gathered_rows("gradient of the projection", &own)?;
         let dactive = self.projection.dinp(ctx, &dprojected)?;
@@ -638,6 +556,6 @@ impl FeedForward {
             .gradients(ctx, [&active, &dprojected, &own], grads)?;
         drop((active, dprojected, own));
         self.widen
-            .backward(ctx, ([&inp, &dwide], saved), Some(stream), grads)
+            .backward(ctx, [&inp, &dwide], saved, Some(stream), grads)
     }
 }

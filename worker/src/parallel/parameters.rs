@@ -431,8 +431,8 @@ impl GatherPlan {
         let forward: Vec<Vec<usize>> = (model.blocks.iter())
             .map(|block| sharding.units_of(block.params()))
             .collect();
-        let backward: Vec<Vec<usize>> = (model.whole())
-            .map(|block| sharding.units_of(model.read_by_backward(block)))
+        let backward: Vec<Vec<usize>> = (model.blocks.iter())
+            .map(|block| sharding.units_of(block.read_by_backward()))
             .collect();
         let count = sharding.units().len();
         let kept = |unit: usize| match backward.split_last() {

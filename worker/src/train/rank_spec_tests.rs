@@ -62,7 +62,8 @@ fn used(spec: &RankSpec, pool: impl Fn(&World) -> ActivationPool, steps: usize) 
 fn check(config: &TrainConfig, what: &str) {
     for spec in specs(config) {
         let held = |bytes| {
-            let planned = |world: &World| ActivationPool::planned(world.compute.device.clone(), bytes).unwrap();
+            let planned =
+                |world: &World| ActivationPool::planned(world.compute.device.clone(), bytes).unwrap();
             used(&spec, planned, 3).allocated_bytes()
         };
         let bytes = spec.activations().unwrap();

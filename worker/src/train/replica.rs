@@ -6,10 +6,11 @@ use std::time::Instant;
 
 use super::row_state::{RowPurpose, RowState};
 use crate::collective::WorkError;
-use crate::device::{ArenaSpec, Buffer, DType, DeviceError, Event, Stream};
+use crate::device::{ArenaSpec, Buffer, Compute, DType, DeviceError, Event};
 use crate::mesh::Axis;
 use crate::model::{
-    self, Activation, ActivationPool, Context, GradSink, Hooks, Model, Pass, Passes, SampleKey, TensorOps,
+    self, Activation, ActivationPool, Context, GradSink, Hooks, Keep, Model, Pass, Passes, SampleKey,
+    TensorOps,
 };
 use crate::ops::Fill;
 use crate::optim::{Optimizer, evict};
@@ -29,6 +30,7 @@ pub(crate) struct Replica {
     /// The ranks that compute each layer together with this one.
     tensor: Option<TensorGroup>,
     pub(crate) plan: Arc<PipelinePlan>,
+
     row: RowState,
     feed: TokenFeed,
     /// Factor of each position's gradient.
@@ -62,14 +64,14 @@ impl Replica {
         shape: [usize; 2],
     ) -> Result<Self, TrainError> {
         let positions = shape[0] * shape[1];
-        let dloss = world
-            .device
-            .alloc(&ArenaSpec::private("loss factors", DType::F32, positions))?;
+        let spec = ArenaSpec::private("loss factors", DType::F32, positions);
+        let dloss = world.compute.device.alloc(&spec)?;
         let counts = buffers_needed(&model, &plan.row(messages.rank(), plan.micro_batches()));
         Ok(Self {
             feed: TokenFeed::new(world, shape, counts)?,
             row: RowState::new(plan.clone(), messages),
             plan: plan.clone(),
+
             pool: activation_pool(world, tensor.as_ref(), activations)?,
             tensor,
             world: world.clone(),
@@ -185,6 +187,7 @@ impl Replica {
             shape: self.feed.shape,
             tensor: self.tensor.as_ref().map(|group| group as &dyn TensorOps),
             dtype: model.dtype(),
+            keep: Keep::ForBackward(model.recompute),
             samples: Some(samples),
             timeline: Some(world.comm.timeline()),
         };

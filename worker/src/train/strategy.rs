@@ -190,7 +190,10 @@ fn check_groups(config: &OptimizerConfig, model: &Model) -> Result<(), TrainErro
 /// A part of the model that the configuration describes.
 pub(crate) fn network(config: &TrainConfig, dtypes: Dtypes, part: &ModelPart) -> Result<Model, TrainError> {
     let model = model::build_part(&config.model, config.vocabulary.size, part)?;
-    Ok(model::recomputing(model, config.train.recompute).with_dtype(dtypes.params))
+    Ok(Model {
+        recompute: config.train.recompute,
+        ..model.with_dtype(dtypes.params)
+    })
 }
 
 #[cfg(test)]

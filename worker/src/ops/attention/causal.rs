@@ -143,7 +143,10 @@ pub(super) fn head_forward<T: Real>(
     mask: HeadMask<'_>,
 ) {
     let (positions, past) = (out.row_count(), k.row_count() - out.row_count());
-    let (size, scale) = (QUERIES.min(positions) * stride_of(past + positions), scale(q.col_count()));
+    let (size, scale) = (
+        QUERIES.min(positions) * stride_of(past + positions),
+        scale(q.col_count()),
+    );
     let mut work = |q: Matrix<'_, T>, keys: Keys<'_, T>, v: Matrix<'_, T>, tile: &mut [T]| {
         for first in (0..positions).step_by(QUERIES) {
             let end = positions.min(first + QUERIES);
@@ -411,7 +414,10 @@ impl<T: Real> AttentionHead<'_, T> {
     ) {
         let ([q, k, _], [out, dout], mask) = (self.inputs, self.outs, self.mask);
         let positions = dq.row_count();
-        let (size, scale) = (QUERIES.min(positions) * stride_of(positions), scale(q.col_count()));
+        let (size, scale) = (
+            QUERIES.min(positions) * stride_of(positions),
+            scale(q.col_count()),
+        );
         with_scratch::<T, _>(2 * size, |scratch| {
             let (probabilities, dscores) = scratch.split_at_mut(size);
             for first in (0..positions).step_by(QUERIES).rev() {

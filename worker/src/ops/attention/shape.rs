@@ -99,7 +99,6 @@ impl AttentionShape {
         let rows = Matrix::dense(&data[sample * t * c..][..t * c], t, c);
         rows.cols(head * size..(head + 1) * size)
     }
-
 }
 
 /// Factor of the scores: 1/√D.

@@ -4,11 +4,11 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use ddp_worker::config::{Model as ModelConfig, ModelKind};
+use ddp_worker::config::{Model as ModelConfig, ModelKind, Recompute};
 use ddp_worker::device::{Arena, ArenaSpec, Buffer, Compute, DType, Device};
 use ddp_worker::model::{
-    Activation, ActivationPool, ChunkState, Context, Model, NoHooks, ParamId, Params, Passes, SampleKey,
-    build,
+    Activation, ActivationPool, ChunkState, Context, Keep, Model, NoHooks, ParamId, Params, Passes,
+    SampleKey, build,
 };
 use ddp_worker::ops::{
     CHUNK, Cast, ClipScale, ColumnSum, Fill, LossSum, Rates, Runs, SquaredNorm, UPDATE_NUMBERS, Update,
@@ -120,6 +120,7 @@ impl Job {
             dloss: Some(&dloss),
             shape: [self.batch, self.positions],
             dtype: types.act,
+            keep: Keep::ForBackward(Recompute::Norms),
             samples: Some(SampleKey::default()),
             tensor: None,
             timeline: None,

@@ -3,9 +3,11 @@
 
 use std::sync::Arc;
 
-use ddp_worker::config::{Model as ModelConfig, ModelKind};
+use ddp_worker::config::{Model as ModelConfig, ModelKind, Recompute};
 use ddp_worker::device::{ArenaSpec, Compute, CpuDevice, DType, Device};
-use ddp_worker::model::{Activation, ActivationPool, ChunkState, Context, NoHooks, Passes, SampleKey, build};
+use ddp_worker::model::{
+    Activation, ActivationPool, ChunkState, Context, Keep, NoHooks, Passes, SampleKey, build,
+};
 
 use super::device::Imitation;
 use crate::local_model::{LocalGrads, LocalParams};
@@ -51,6 +53,7 @@ fn step(device: &Arc<dyn Device>, dropout: f32) -> [Vec<f32>; 2] {
         dloss: Some(&dloss),
         shape: [BATCH, POSITIONS],
         dtype: DType::F32,
+        keep: Keep::ForBackward(Recompute::Norms),
         samples: Some(SampleKey { seed: 3, first: 7 }),
         tensor: None,
         timeline: None,

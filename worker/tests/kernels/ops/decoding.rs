@@ -3,7 +3,7 @@
 
 use ddp_worker::config::{self, ModelKind, RopeScaling};
 use ddp_worker::device::DType;
-use ddp_worker::model::{Activation, Context, KvCache, build};
+use ddp_worker::model::{Activation, ChunkState, Context, Keep, NoHooks, build};
 
 use super::rig::{Rank, Rig, assert_close, config, wide_values};
 
@@ -52,19 +52,7 @@ fn rank(model: &config::Model, dtype: DType) -> Rank {
 
 /// Logits by sample and position, from parts of the text of these lengths, one after the other.
 fn decoded(rank: &Rank, parts: &[usize]) -> Vec<Vec<f64>> {
-    let dtype = rank.model.dtype();
-    let empty = |cached: usize| rank.rig.empty(dtype, SAMPLES * POSITIONS * cached);
-    let cache = |cached| KvCache {
-        keys: empty(cached),
-        values: empty(cached),
-        positions: 0,
-    };
-    let mut caches: Vec<KvCache> = rank
-        .model
-        .blocks
-        .iter()
-        .map(|block| cache(block.cached()))
-        .collect();
+    let mut text = ChunkState::new(rank.model.whole());
     let tokens: Vec<i32> = rank.batches[0].tokens.buffer().host::<i32>().unwrap().to_vec();
     let mut logits = vec![Vec::new(); SAMPLES * POSITIONS];
     let mut first = 0;
@@ -76,12 +64,15 @@ fn decoded(rank: &Rank, parts: &[usize]) -> Vec<Vec<f64>> {
         let inp = Activation::borrowed(rank.rig.buffer(&part), vec![SAMPLES, count]);
         let ctx = Context {
             shape: [SAMPLES, count],
+            keep: Keep::Text {
+                first_position: first,
+                capacity: POSITIONS,
+            },
+            samples: None,
             ..rank.context(0)
         };
-        let made = rank
-            .passes(&ctx)
-            .decode(rank.model.whole(), &inp, &mut caches)
-            .unwrap();
+        let passes = rank.passes(&ctx);
+        let made = passes.forward(&mut text, &inp, &mut NoHooks).unwrap();
         assert_eq!(made.row_count(), SAMPLES * count);
         let rows = wide_values(made.buffer());
         for (row, logits_of_row) in rows.chunks_exact(VOCABULARY).enumerate() {
@@ -147,16 +138,16 @@ fn a_later_token_changes_no_earlier_logits_and_an_earlier_one_does() {
 fn more_positions_than_the_cache_has_are_refused() {
     for (name, model) in kinds().into_iter().take(2) {
         let rank = rank(&model, DType::F32);
-        let cached = SAMPLES * (POSITIONS - 1);
-        let caches = rank.model.blocks.iter().map(|block| KvCache {
-            keys: rank.rig.empty(DType::F32, cached * block.cached()),
-            values: rank.rig.empty(DType::F32, cached * block.cached()),
-            positions: 0,
-        });
-        let ctx = rank.context(0);
-        let passes = rank.passes(&ctx);
-        let blocks = rank.model.whole();
-        let _ = passes.decode(blocks, &rank.batches[0].tokens, &mut caches.collect::<Vec<_>>());
+        let ctx = Context {
+            keep: Keep::Text {
+                first_position: 0,
+                capacity: POSITIONS - 1,
+            },
+            ..rank.context(0)
+        };
+        let mut text = ChunkState::new(rank.model.whole());
+        let tokens = &rank.batches[0].tokens;
+        let _ = rank.passes(&ctx).forward(&mut text, tokens, &mut NoHooks);
         let error = rank.rig.device_error();
         assert!(error.contains("has room for 11 positions"), "{name}: {error}");
     }

@@ -2,11 +2,13 @@
 
 use std::sync::Arc;
 
-use ddp_worker::config::{self, ModelKind};
+use ddp_worker::config::{self, ModelKind, Recompute};
 use ddp_worker::device::{
     ArenaSpec, Buffer, Compute, Cpu, CpuDevice, DType, Device, DeviceError, Element, Isa,
 };
-use ddp_worker::model::{Activation, ActivationPool, ChunkState, Context, Model, NoHooks, Passes, SampleKey};
+use ddp_worker::model::{
+    Activation, ActivationPool, ChunkState, Context, Keep, Model, NoHooks, Passes, SampleKey,
+};
 use ddp_worker::ops::Op;
 
 use crate::local_model::{LocalGrads, LocalParams};
@@ -205,6 +207,7 @@ impl Rank {
             dloss: Some(&self.batches[micro_batch].dloss),
             shape: self.batches[micro_batch].tokens.shape().try_into().unwrap(),
             dtype: self.dtype,
+            keep: Keep::ForBackward(Recompute::Norms),
             samples: Some(SampleKey {
                 seed: 1,
                 first: 100 * micro_batch as u64,
