@@ -7,6 +7,7 @@
 //! | [`links`] | links of Markdown files lead to files and headings that exist |
 //! | [`layers`] | packages depend on each other in one direction |
 //! | [`imports`] | files of a package do not import each other in a circle |
+//! | [`parameters`] | a function has at most five, and none is a tuple |
 //! | [`size`] | lines of the product, of a file, files of a folder, short files |
 //!
 //! [`tree`] lists the files, which are all text; [`rust_text`] tells code from comments and strings.
@@ -15,6 +16,7 @@ mod documents;
 mod imports;
 mod layers;
 mod links;
+mod parameters;
 mod rust_text;
 mod size;
 mod tree;

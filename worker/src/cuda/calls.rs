@@ -4,10 +4,6 @@
 //! under a list of names, be it another file than the one that was chosen or a toolkit's stub, and panics where a function
 //! is missing. Results are plain numbers here, because a driver newer than the bindings has errors that their enum lacks.
 #![allow(unsafe_code, reason = "calls of the CUDA driver")]
-#![expect(
-    clippy::too_many_arguments,
-    reason = "a launch has as many as the driver's own"
-)]
 
 use std::ffi::{CStr, c_char, c_int, c_uchar, c_uint, c_void};
 use std::ptr;

@@ -48,7 +48,7 @@ impl ParamSource {
 /// What a file has to hold for a model.
 pub(super) struct Expected {
     published: &'static Published,
-    decoder: Decoder,
+    pub(super) decoder: Decoder,
     /// The tensors of each parameter.
     tensors: Vec<Vec<PublishedTensor>>,
 }
@@ -64,11 +64,6 @@ impl Expected {
             tensors: tensors.collect(),
             decoder,
         }
-    }
-
-    /// Token embedding.
-    pub(super) fn tokens(&self) -> &'static str {
-        self.decoder.names.tokens
     }
 
     /// The tensors by their published names, without those that are no parameters.
@@ -167,7 +162,7 @@ impl Expected {
 
     /// True for a tensor with a row a token.
     fn is_table(&self, name: &str) -> bool {
-        name == self.tokens() || name == HEAD
+        name == self.decoder.names.tokens || name == HEAD
     }
 
     /// True if the first axis of a tensor may be `here` where the file's is `there`: the table of a vocabulary may be

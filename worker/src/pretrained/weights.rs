@@ -54,13 +54,7 @@ impl PretrainedWeights {
         }
         let expected = Expected::new(model, params);
         let mut named = expected.by_name(&tensors, &mut misfit);
-        compare_heads(
-            &files,
-            (model.is_tied(), is_tied),
-            &expected,
-            &mut named,
-            &mut misfit,
-        )?;
+        compare_heads(&files, is_tied, &expected, &mut named, &mut misfit)?;
         let sources = expected.sources(&named, &mut misfit);
         let remainder = expected.remainder(&named);
         misfit.into_result(path)?;
@@ -184,13 +178,13 @@ fn widen<T: Pod + Into<f32>>(file: &File, offset: u64, out: &mut [f32]) -> std::
 /// that is none.
 fn compare_heads(
     files: &[WeightFile],
-    (here, there): (bool, Option<bool>),
+    there: Option<bool>,
     expected: &Expected,
     named: &mut Named<'_>,
     misfit: &mut Misfit,
 ) -> Result<(), PretrainedError> {
-    let tokens = expected.tokens();
-    if !here {
+    let tokens = expected.decoder.names.tokens;
+    if !expected.decoder.is_tied {
         if there == Some(true) {
             misfit.differs(format!(
                 "`{}` is true in the file, but `tied` is false in this model",

@@ -220,7 +220,7 @@ impl Comm {
 
     /// Waits until the communicator is made.
     pub(super) fn await_ready(self: &Arc<Self>, wait: &Wait) -> Result<(), Failure> {
-        self.call((None, None), wait, |_| Ok(()))?;
+        self.call(None, None, wait, |_| Ok(()))?;
         let waiting: Arc<dyn Waiting> = self.clone();
         self.membership.cancel.listen_to(Arc::downgrade(&waiting));
         Ok(())
@@ -236,7 +236,7 @@ impl Comm {
         wait: &Wait,
     ) -> Result<CommAddress, Failure> {
         self.stream.bind()?;
-        self.call((None, None), wait, |handle| handle.split(color, key, purpose))
+        self.call(None, None, wait, |handle| handle.split(color, key, purpose))
     }
 
     /// What [`Comm::split`] made, if this rank has a color.
@@ -335,7 +335,7 @@ impl Comm {
         let own = slice(request.buffer.len(), members.len(), *rank);
         let base = self.stream.gpu().address(&request.buffer)?.as_ptr();
         let stream = self.stream.gpu().raw_stream(self.stream.stream)?.cast();
-        self.call((sequence, request.operation.peer()), wait, |handle| {
+        self.call(sequence, request.operation.peer(), wait, |handle| {
             // SAFETY: the address is that of a buffer of the device. The recorder, or this communicator for its token,
             // keeps it until the stream has passed the operation; where that is never seen, `Drop` keeps it for ever unless the communicator was
             // aborted or left. If the call fails, the device keeps its memory from then on (`fail`). The stream is the
@@ -348,7 +348,8 @@ impl Comm {
     /// After a failure the watchdog aborts the communicator, since this thread may be needed elsewhere.
     fn call<T>(
         &self,
-        (sequence, peer): (Option<u64>, Option<usize>),
+        sequence: Option<u64>,
+        peer: Option<usize>,
         wait: &Wait,
         call: impl FnOnce(&mut Handle) -> Result<T, Failure>,
     ) -> Result<T, Failure> {
@@ -489,7 +490,7 @@ impl Comm {
             return Ok(());
         }
         self.stream.bind()?;
-        self.call((None, None), wait, Handle::finalize)?;
+        self.call(None, None, wait, Handle::finalize)?;
         self.recorder.lock().update(Instant::now());
         self.handle.lock().take().map_or(Ok(()), Handle::destroy)
     }

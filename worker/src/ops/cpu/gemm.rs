@@ -36,7 +36,6 @@ pub(crate) type Gemm<T> = unsafe fn(
 /// A [`Gemm`] of one instruction set. `$n` is the number of elements in a register.
 macro_rules! of_set {
     ($name:ident, $t:ident, $($kernels:ident)::+, $simd:ty, $n:expr) => {
-        #[expect(clippy::too_many_arguments, reason = "what `gemm` takes")]
         unsafe fn $name(
             m: usize,
             n: usize,

@@ -14,7 +14,6 @@ use crate::train::replica::{MicroBatch, Replica};
 use crate::train::reporting::say;
 use crate::train::row_state::RowPurpose;
 use crate::train::run_row::{EnqueuedAction, NoGradients, RowCaller, run_row};
-use crate::train::world::World;
 
 /// Time between two lines about a validation that takes long.
 const PROGRESS_INTERVAL_S: u64 = 10;
@@ -22,16 +21,17 @@ const PROGRESS_INTERVAL_S: u64 = 10;
 /// Mean loss over all positions of all blocks of the held-out text. Shares may be uneven: every position weighs the same.
 /// Every rank must call it.
 pub(super) fn mean_loss(
-    (tokens, block_size): (&Tokens, usize),
+    tokens: &Tokens,
+    block_size: usize,
     session: &Session,
     replica: &mut Replica,
     rank_table: &RankTable,
 ) -> Result<f64, TrainError> {
-    let (world, rows) = (replica.world.clone(), replica.positions() / block_size);
+    let (mesh, rows) = (&replica.world.mesh, replica.positions() / block_size);
     let blocks = tokens.blocks(block_size);
-    let ranks = world.mesh.size(&SAMPLES);
+    let ranks = mesh.size(&SAMPLES);
     let share = |rank: usize| eval_blocks(blocks, rank as u64, ranks as u64);
-    let mine = share(world.mesh.index(&SAMPLES));
+    let mine = share(mesh.index(&SAMPLES));
     let passes = |share: Range<u64>| (share.end - share.start).div_ceil(rows as u64);
     let needed = if replica.parameters.moves_together() {
         // A rank without blocks still takes part in gathering the parameters.
@@ -58,7 +58,7 @@ pub(super) fn mean_loss(
         run_row(replica, RowPurpose::Evaluation, count as usize, &mut row)?;
         row.done += count;
         let due = started.elapsed().as_secs() / PROGRESS_INTERVAL_S;
-        if world.rank() == 0 && due > shown && row.done < needed {
+        if replica.world.rank() == 0 && due > shown && row.done < needed {
             shown = due;
             say(&format!("validation: {} of {needed} micro-batches", row.done));
         }

@@ -188,8 +188,13 @@ impl TrainerParts<'_> {
 
     /// Loss of the held-out text.
     fn validate(&mut self) -> Result<f64, TrainError> {
-        let text = (&self.validation, self.config.model.block_size);
-        mean_loss(text, self.session, &mut self.replica, &self.rank_table)
+        mean_loss(
+            &self.validation,
+            self.config.model.block_size,
+            self.session,
+            &mut self.replica,
+            &self.rank_table,
+        )
     }
 
     fn stop_cause(&self) -> String {
