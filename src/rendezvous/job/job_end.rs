@@ -16,15 +16,31 @@ use crate::rendezvous::event::{Observation, Record, Stage, refusal};
 /// How long a job is listed that has ended.
 const LISTED: Duration = Duration::from_hours(1);
 
-/// When a job ended, and its line of the list then.
-type Ended = Box<(Duration, JobSummary)>;
+/// The line of the list for a job that has ended.
+#[derive(Debug)]
+struct EndedLine {
+    at: Duration,
+    /// Then.
+    summary: JobSummary,
+}
+
+impl EndedLine {
+    fn summary(&self, now: Duration) -> JobSummary {
+        let ended_ms = now.saturating_sub(self.at).as_millis() as u64;
+        JobSummary {
+            age_ms: self.summary.age_ms + ended_ms,
+            ended_ms: Some(ended_ms),
+            ..self.summary.clone()
+        }
+    }
+}
 
 /// A job that has ended, while some of its nodes are there.
 #[derive(Debug)]
 pub(super) struct Over {
     /// `JobOver` or `Refused`, the same for every node.
     verdict: Reply,
-    line: Ended,
+    line: Box<EndedLine>,
     /// Incarnations of the nodes that the verdict concerns.
     told: BTreeSet<String>,
     /// When the daemon forgets nodes that have not left.
@@ -41,25 +57,16 @@ pub(in crate::rendezvous) struct Finished {
     /// None for an abandoned job, of which only the generation number counts.
     verdict: Option<Reply>,
     /// None if an earlier daemon saw its end.
-    line: Option<Ended>,
-}
-
-fn summary((at, summary): &(Duration, JobSummary), now: Duration) -> JobSummary {
-    let ended_ms = now.saturating_sub(*at).as_millis() as u64;
-    JobSummary {
-        age_ms: summary.age_ms + ended_ms,
-        ended_ms: Some(ended_ms),
-        ..summary.clone()
-    }
+    line: Option<Box<EndedLine>>,
 }
 
 impl Over {
     pub(super) fn reason(&self) -> &str {
-        &self.line.1.reason
+        &self.line.summary.reason
     }
 
     pub(super) fn summary(&self, now: Duration) -> JobSummary {
-        summary(&self.line, now)
+        self.line.summary(now)
     }
 
     pub(super) fn until(&self) -> Duration {
@@ -90,8 +97,8 @@ impl Finished {
 
     /// Its line of the list; none if it ended long ago.
     pub(in crate::rendezvous) fn summary(&self, now: Duration) -> Option<JobSummary> {
-        let line = self.line.as_ref().filter(|line| now < line.0 + LISTED)?;
-        Some(summary(line, now))
+        let line = self.line.as_ref().filter(|line| now < line.at + LISTED)?;
+        Some(line.summary(now))
     }
 
     pub(in crate::rendezvous) fn is_of(&self, job: &str) -> bool {
@@ -171,10 +178,11 @@ impl Job {
             Stage::JobOver { exit_code, .. } => *exit_code,
             _ => i32::from(exit::RENDEZVOUS_TIMED_OUT),
         }));
-        let line = JobSummary {
+        let at = context.at.now;
+        let summary = JobSummary {
             phase: "over".to_owned(),
             reason: reason.clone(),
-            ..self.summary(context.at.now)
+            ..self.summary(at)
         };
         self.history.end(context.at.now, &reason);
         self.table.end_lease_extensions(context.at.now);
@@ -183,7 +191,7 @@ impl Job {
         self.record(context, stage);
         self.phase = Phase::Over(Over {
             verdict,
-            line: Box::new((context.at.now, line)),
+            line: Box::new(EndedLine { at, summary }),
             told: self.table.concerned(),
             until: context.at.now + context.config.linger,
         });
@@ -217,11 +225,12 @@ impl Job {
         if !matches!(self.phase, Phase::Over(_)) {
             self.record(context, Stage::Abandoned);
         }
-        let line = JobSummary {
+        let at = context.at.now;
+        let summary = JobSummary {
             phase: "over".to_owned(),
-            ..self.summary(context.at.now)
+            ..self.summary(at)
         };
-        let abandoned = Box::new((context.at.now, line));
+        let abandoned = Box::new(EndedLine { at, summary });
         let (told, verdict, line) = match self.phase {
             Phase::Over(over) => (over.told, Some(over.verdict), over.line),
             Phase::Gathering(_) | Phase::Recovering(_) | Phase::Running(_) => {
