@@ -77,11 +77,13 @@ impl Muon {
     /// For the matrices among `params`. Every rank of `set` must call it.
     pub(super) fn new(
         device: &Arc<dyn Device>,
-        (set, sharding): (&ReplicaSet, &Sharding),
-        (params, groups): (&[ParamSpec], &ParamGroups),
+        set: &ReplicaSet,
+        sharding: &Sharding,
+        params: &[ParamSpec],
         config: &OptimizerConfig,
     ) -> Result<Self, ReduceError> {
-        let gatherings = gatherings(sharding, set.all.size(), params, groups);
+        let groups = ParamGroups::of(config, params);
+        let gatherings = gatherings(sharding, set.all.size(), params, &groups);
         let lens = gatherings.iter().map(|gathering| gathering.len);
         let spec = ArenaSpec::on_node("directions of matrices", DType::F32, lens.max().unwrap_or(0));
         let matrices = gatherings.iter().flat_map(|gathering| &gathering.matrices);
@@ -262,7 +264,7 @@ impl Orthogonal {
             ops.extend(self.of(&projection, [rows, cols]));
             let gain = ADAMW_RMS * (rows.max(cols) as f64).sqrt();
             let x = self.x.slice(0..rows * cols);
-            ops.push(blend((0.0, &projection), (gain as f32, &x), &self.one));
+            ops.push(blend(0.0, &projection, gain as f32, &x, &self.one));
         }
         ops
     }
@@ -286,7 +288,7 @@ impl Orthogonal {
             scale: self.factor.clone(),
             updates: None,
         };
-        let first = blend((0.0, &x), (1.0 / EPS, direction), &self.factor);
+        let first = blend(0.0, &x, 1.0 / EPS, direction, &self.factor);
         let mut ops = vec![measure.into(), normalize.into(), first];
         for _ in 0..STEPS {
             ops.extend(self.iteration(&x, [rows, cols]));
@@ -333,15 +335,15 @@ impl Orthogonal {
         vec![
             gram,
             multiply(&square, &square, &fourth, in_out(side, side, side)).into(),
-            blend((b, &square), (c, &fourth), &self.one),
+            blend(b, &square, c, &fourth, &self.one),
             next.into(),
-            blend((a, x), (1.0, &product), &self.one),
+            blend(a, x, 1.0, &product, &self.one),
         ]
     }
 }
 
 /// `x = keep·x + add·scale·y`; without `keep` whatever `x` is.
-fn blend((keep, x): (f32, &Buffer), (add, y): (f32, &Buffer), scale: &Buffer) -> Op {
+fn blend(keep: f32, x: &Buffer, add: f32, y: &Buffer, scale: &Buffer) -> Op {
     let update = Update {
         rule: muon_blend(keep, add),
         param: x.clone(),
@@ -485,7 +487,7 @@ mod tests {
         let sharding = Sharding::replicated(&layout);
         let home = StateMemory::on_device(device.clone());
         let set = ReplicaSet::of_all(solo());
-        let optimizer = Optimizer::new(home, (&set, &sharding), params, config).unwrap();
+        let optimizer = Optimizer::new(home, &set, &sharding, params, config).unwrap();
         let alloc = |name: &str, len| device.alloc(&ArenaSpec::private(name, DType::F32, len)).unwrap();
         let [weights, grads] = ["parameters", "gradients"].map(|name| alloc(name, layout.len()));
         let scale = alloc("scale", 1).whole();

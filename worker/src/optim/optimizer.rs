@@ -53,17 +53,15 @@ impl Optimizer {
     /// An optimizer of these parameters of a model, with state of zeros. Every rank of `set` must call it.
     pub fn new(
         home: StateMemory,
-        (set, sharding): (&ReplicaSet, &Sharding),
+        set: &ReplicaSet,
+        sharding: &Sharding,
         params: &[ParamSpec],
         config: &OptimizerConfig,
     ) -> Result<Self, ReduceError> {
         let (rule, groups) = (rule(config), ParamGroups::of(config, params));
         let slots = rule.slots.iter().map(|name| shard(&home, sharding, name));
         let muon = match config.kind {
-            OptimizerKind::Muon => {
-                let params = (params, &groups);
-                Some(Muon::new(home.device(), (set, sharding), params, config)?)
-            }
+            OptimizerKind::Muon => Some(Muon::new(home.device(), set, sharding, params, config)?),
             _ => None,
         };
         let is_in_stretch = |id: ParamId| muon.is_none() || !is_hidden_matrix(&params[id.0]);
@@ -281,7 +279,7 @@ mod tests {
         );
         let home = StateMemory::on_device(device.clone());
         let set = ReplicaSet::of_all(comm);
-        let optimizer = Optimizer::new(home, (&set, &sharding), &params, &config).unwrap();
+        let optimizer = Optimizer::new(home, &set, &sharding, &params, &config).unwrap();
         let arena = |name: &str, value: f32| {
             let spec = ArenaSpec::private(name, DType::F32, layout.len());
             let arena = device.alloc(&spec).unwrap();

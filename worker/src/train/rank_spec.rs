@@ -144,11 +144,11 @@ impl RankSpec {
         home: StateMemory,
     ) -> Result<Optimizer, TrainError> {
         let needs_masters = Dtypes::of(&self.config).has_masters() || home.host_state().is_some();
-        let owners = (parameters.replica_set(), &**parameters.sharding());
+        let (set, sharding) = (parameters.replica_set(), parameters.sharding());
         let config = &self.config.train.optimizer;
-        let optimizer = Optimizer::new(home, owners, &self.model.params, config)?;
+        let optimizer = Optimizer::new(home, set, sharding, &self.model.params, config)?;
         Ok(if needs_masters {
-            optimizer.with_masters(owners.1)?
+            optimizer.with_masters(sharding)?
         } else {
             optimizer
         })

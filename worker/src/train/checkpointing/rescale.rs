@@ -55,12 +55,12 @@ pub(crate) fn rescale(
 ) -> Result<Option<String>, TrainError> {
     let (train, noun) = (&mut config.train, noun(&config.parallel));
     if train.rescale == Rescale::KeepGlobalBatch && !before.is_overruled(train, ranks) {
-        train.grad_accumulation = kept(train.micro_batch as u64, (ranks, noun), before.batch.samples)?;
+        train.grad_accumulation = kept(train.micro_batch as u64, ranks, noun, before.batch.samples)?;
     }
     if ranks == before.batch.ranks {
         return Ok(None);
     }
-    Ok(Some(words(train, (ranks, noun), before.batch)))
+    Ok(Some(words(train, ranks, noun, before.batch)))
 }
 
 /// What is counted here: where a model is divided, several ranks of the job are one.
@@ -108,7 +108,7 @@ fn divisors(number: usize) -> impl Iterator<Item = usize> {
 }
 
 /// The accumulation that makes a step of so many samples.
-fn kept(micro_batch: u64, (ranks, noun): (u64, &str), samples: u64) -> Result<usize, TrainError> {
+fn kept(micro_batch: u64, ranks: u64, noun: &str, samples: u64) -> Result<usize, TrainError> {
     let of_a_pass = ranks * micro_batch;
     let accumulation = samples.is_multiple_of(of_a_pass).then(|| samples / of_a_pass);
     let accumulation = accumulation.and_then(|passes| usize::try_from(passes).ok());
@@ -120,7 +120,7 @@ fn kept(micro_batch: u64, (ranks, noun): (u64, &str), samples: u64) -> Result<us
     })
 }
 
-fn words(train: &Train, (ranks, noun): (u64, &str), before: Batch) -> String {
+fn words(train: &Train, ranks: u64, noun: &str, before: Batch) -> String {
     let samples = ranks * (train.micro_batch * train.grad_accumulation) as u64;
     let ranks = counted(ranks, noun);
     let passes = counted(train.grad_accumulation, "micro-batch");
