@@ -88,7 +88,7 @@ struct Ends {
 }
 
 /// Makes the proofs of one rank in one group.
-struct GroupProof {
+pub(super) struct GroupProof {
     key: DataKey,
     group: String,
     generation: u64,
@@ -97,7 +97,7 @@ struct GroupProof {
 
 impl GroupProof {
     /// On one node there may be no key. There the system says that the other process belongs to this user.
-    fn new(info: &RankInfo, group: &str) -> Self {
+    pub(super) fn new(info: &RankInfo, group: &str) -> Self {
         Self {
             key: info.data_key.clone().unwrap_or(DataKey::new([0; 32])),
             group: group.to_owned(),
@@ -320,12 +320,12 @@ fn send_message(socket: &OwnedFd, message: &[u8]) -> bool {
     send(socket.as_raw_fd(), message, flags) == Ok(message.len())
 }
 
-/// Connects this rank with all others of the group `name`, by rank: to the lower ones, and accepts the higher ones. All ranks
-/// of the group do so, at each other's addresses.
+/// Connects this rank with all others of a group, by rank: to the lower ones, and accepts the higher ones. All ranks of the
+/// group do so, at each other's addresses.
 pub(super) fn connect_group(
     listener: &Listener,
-    info: &RankInfo,
-    (name, topology): (&str, &Topology),
+    proof: GroupProof,
+    topology: &Topology,
     addresses: &[&Address],
     wait: &Wait,
 ) -> Result<Vec<Option<Connection>>, Failure> {
@@ -340,7 +340,6 @@ pub(super) fn connect_group(
             address,
             is_local: is_here(rank),
         });
-    let proof = GroupProof::new(info, name);
     let mut sockets = Handshakes::new(listener, proof, &globals[me + 1..]).all(called, wait)?;
     let connections = globals.iter().enumerate().map(|(rank, &global)| {
         let socket = sockets.remove(&global);

@@ -19,7 +19,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::exchange::{MemoryRange, Transfer};
-use super::handshake::connect_group;
+use super::handshake::{GroupProof, connect_group};
 use super::header::{OperationHeader, SetUpCall};
 use super::plan::{Peers, Round, RoundPlan, given, is_brief};
 use super::shared_memory::{ControlSegments, STAGE_BYTES, SharedArena};
@@ -73,7 +73,8 @@ pub fn connect(
     });
     let topology = Topology::new(members.collect(), info.rank);
     let addresses: Vec<&Address> = published.iter().map(|rank| &rank.address).collect();
-    let connections = connect_group(&listener, info, (WORLD, &topology), &addresses, &wait)?;
+    let proof = GroupProof::new(info, WORLD);
+    let connections = connect_group(&listener, proof, &topology, &addresses, &wait)?;
     let transport = HostTransport::new(info.clone(), topology, connections, &wait)?;
     Ok(Box::new(transport))
 }
@@ -504,7 +505,8 @@ impl Transport for HostTransport {
         let (Some(listener), Some(addresses)) = (listener, addresses) else {
             unreachable!("a rank without a listener refuses");
         };
-        let connections = connect_group(&listener, &self.info, (name, &topology), &addresses, wait)?;
+        let proof = GroupProof::new(&self.info, name);
+        let connections = connect_group(&listener, proof, &topology, &addresses, wait)?;
         // From here on the others wait for this rank's segment: not a refusal, after which all ranks could go on.
         let failed = |failure| match failure {
             Failure::Device(error) => Failure::System {
