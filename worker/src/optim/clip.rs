@@ -48,7 +48,8 @@ impl Clip {
     pub fn new(
         set: &ReplicaSet,
         compute: &Compute,
-        (sharding, order): (&Arc<Sharding>, &NormOrder),
+        sharding: &Arc<Sharding>,
+        order: &NormOrder,
         train: &Train,
     ) -> Result<Self, ReduceError> {
         let device = &compute.device;
@@ -174,7 +175,7 @@ mod tests {
         let specs = vec![GradSpec::new("w", &[CHUNK + 2])];
         let layout = GradientLayout::new(specs, &[ParamId(0)], &LayoutConfig::new(1)).unwrap();
         let sharding = Arc::new(Sharding::replicated(&layout));
-        let chunks = NormOrder::chunks((&layout, &sharding), 0, &layout, |_| true);
+        let chunks = NormOrder::chunks(&layout, &sharding, 0, &layout, |_| true);
         let order = NormOrder::new(&[chunks]);
         let spec = ArenaSpec::private("grads", DType::F32, layout.len());
         let grads = compute.device.alloc(&spec).unwrap();
@@ -190,7 +191,7 @@ mod tests {
                 grad_clip: max_norm,
                 ..Train::default()
             };
-            let clip = Clip::new(&set, &compute, (&sharding, &order), &train).unwrap();
+            let clip = Clip::new(&set, &compute, &sharding, &order, &train).unwrap();
             assert!(clip.measure(&grads).is_none());
             clip.finish(None);
             assert_eq!(clip.norm().host::<f32>().unwrap()[0], 5.0);

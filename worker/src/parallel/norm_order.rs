@@ -39,7 +39,8 @@ impl NormOrder {
     /// For each chunk that the rank at `index` of its shard group owns, in the order of its memory, which one of `whole`'s
     /// it is; none for padding, and for what `counts` leaves to another rank.
     pub fn chunks(
-        (layout, sharding): (&GradientLayout, &Sharding),
+        layout: &GradientLayout,
+        sharding: &Sharding,
         index: usize,
         whole: &GradientLayout,
         counts: impl Fn(ParamId) -> bool,

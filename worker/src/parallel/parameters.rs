@@ -107,7 +107,7 @@ impl Parameters {
             |slot: usize| matches!(own, ArenaShare::Whole(_)).then_some(Gathered { slot, work: None });
         Ok(Self {
             gathered: Mutex::new((0..choice.len()).map(there).collect()),
-            compared: Compared::all(set, device, (model, sharding), &own)?,
+            compared: Compared::all(set, device, model, sharding, &own)?,
             tracker: CommTracker::new(device, comm.timeline()),
             set: set.clone(),
             comm: comm.clone(),
@@ -337,7 +337,8 @@ impl Compared {
     fn all(
         set: &ReplicaSet,
         device: &Arc<dyn Device>,
-        (model, sharding): (&Model, &Sharding),
+        model: &Model,
+        sharding: &Sharding,
         own: &ArenaShare,
     ) -> Result<Vec<Self>, CollectiveError> {
         let mut held: Vec<(ParamId, ArenaRanges)> = match own {

@@ -95,7 +95,7 @@ impl RankSpec {
             let at = |axis| mesh.index(member, &[axis]);
             let (layout, sharding) = &stages[at(Axis::Pipeline)];
             let counts = |id| is_counted(&layout.spec(id).roles, at);
-            NormOrder::chunks((layout, sharding), at(Axis::Shard), whole, counts)
+            NormOrder::chunks(layout, sharding, at(Axis::Shard), whole, counts)
         });
         Ok(NormOrder::new(&chunks.collect::<Vec<_>>()))
     }

@@ -158,8 +158,8 @@ pub(super) fn prepare<'a>(
     let (parameters, reducer) = spec.allocate(&world, &groups)?;
     let home = state_home(&world, &parameters, config, &run_dir)?;
     let optimizer = spec.optimizer(&parameters, home)?;
-    let (set, compute) = (parameters.replica_set(), &world.compute);
-    let clip = Clip::new(set, compute, (parameters.sharding(), &norm_order), &config.train)?;
+    let (set, sharding) = (parameters.replica_set(), parameters.sharding());
+    let clip = Clip::new(set, &world.compute, sharding, &norm_order, &config.train)?;
     let replica = Replica::new(
         &world,
         groups,

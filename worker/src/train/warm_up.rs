@@ -45,13 +45,8 @@ pub(super) fn warm_up(
     let parameters = &idle.parameters;
     let home = StateMemory::on_device(device.clone());
     let optimizer = spec.optimizer(parameters, home)?;
-    let (set, compute) = (parameters.replica_set(), &world.compute);
-    let clip = Clip::new(
-        set,
-        compute,
-        (parameters.sharding(), norm_order),
-        &spec.config.train,
-    )?;
+    let (set, sharding) = (parameters.replica_set(), parameters.sharding());
+    let clip = Clip::new(set, &world.compute, sharding, norm_order, &spec.config.train)?;
     let table = StepTable::new(&world)?;
     idle.weigh(1.0);
     // The second micro-batch adds to what the first has left.
