@@ -10,8 +10,7 @@
 //! | `source.rs` | YAML and `--set` as a tree in which each value knows where it came from |
 //! | `problem.rs` | what is wrong with a value, and where it stands |
 //! | `keys.rs` | the pass that checks a file against the table |
-//! | `load.rs` | [`load_without_data`]: file and overrides to a checked configuration; rules over several keys |
-//! | `sizes.rs` | the rules that the sizes of a model must satisfy |
+//! | `load.rs` | [`load_without_data`]: file and overrides to a checked configuration; rules over several keys, and of the sizes of a model |
 //! | `reference.rs` | [`reference()`]: the table of keys as Markdown |
 
 mod keys;
@@ -19,13 +18,12 @@ mod load;
 mod problem;
 mod reference;
 mod schema;
-mod sizes;
 mod source;
 mod table;
 #[cfg(test)]
 mod tests;
 
-pub use load::{Located, MAX_FILE_BYTES, load_without_data};
+pub use load::{Located, MAX_FILE_BYTES, check_rows, checked_vocab, load_without_data};
 pub use problem::{ConfigError, Problem, nearest_multiples};
 pub use reference::reference;
 pub(crate) use schema::star_matches;
@@ -36,5 +34,4 @@ pub use schema::{
     Schedule, ShardGroup, StepRange, Strategy, Sync, TokenDtype, Tokenizer, Train, TrainConfig, Vocabulary,
     section,
 };
-pub use sizes::{check_rows, checked_vocab};
 pub use source::Source;
