@@ -19,7 +19,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use ddp_proto::env::WorkerEnv;
 use ddp_proto::words::counted;
 
-use crate::collective::{CollectiveError, Communicator, Executor, Purpose, WireBytes};
+use crate::collective::{CollectiveError, CommPattern, Communicator, Executor, Subgroup, WireBytes};
 use crate::config::{Parallel, Problem, ShardGroup, Strategy, nearest_multiples};
 use crate::timeline::Timeline;
 
@@ -228,9 +228,10 @@ pub struct Mesh {
     groups: Mutex<Vec<Group>>,
 }
 
+/// A communicator by what it is for.
 struct Group {
-    members: Vec<usize>,
-    name: String,
+    subgroup: Subgroup,
+    executor: Executor,
     comm: Communicator,
 }
 
@@ -268,19 +269,19 @@ impl Mesh {
             return Ok(self.world.clone());
         }
         let names: Vec<&str> = axes.iter().map(|axis| axis.name()).collect();
-        self.split(members, &names.join(" × "), self.executor)
+        self.split(Subgroup::new(&names.join(" × "), members), self.executor)
     }
 
     /// A separate communicator of the same group. Its operations do not wait for those of
     /// [`Mesh::group`].
     pub fn group_for(&self, axes: &[Axis], name: &str) -> Result<Communicator, CollectiveError> {
-        self.split(self.members(axes), name, self.executor)
+        self.split(Subgroup::new(name, self.members(axes)), self.executor)
     }
 
     /// The same, but operations run on the calling thread: for communication that overlaps with
     /// nothing.
     pub fn group_inline(&self, axes: &[Axis], name: &str) -> Result<Communicator, CollectiveError> {
-        self.split(self.members(axes), name, Executor::Inline)
+        self.split(Subgroup::new(name, self.members(axes)), Executor::Inline)
     }
 
     /// A communicator of the first and the last of the ranks that differ along `axis` only. Any
@@ -290,14 +291,17 @@ impl Mesh {
         let ends = vec![line[0], line[line.len() - 1]];
         let is_end = ends.contains(&rank);
         let members = if is_end { ends } else { vec![rank] };
-        self.split(members, name, Executor::Thread)
+        self.split(Subgroup::new(name, members), Executor::Thread)
     }
 
-    /// A separate communicator of the ranks along `axis`, for [messages](Purpose::Messages) between two of them, with an
+    /// A separate communicator of the ranks along `axis`, for [messages](CommPattern::Messages) between two of them, with an
     /// executor thread of its own.
     pub fn line(&self, axis: Axis, name: &str) -> Result<Communicator, CollectiveError> {
-        let members = self.members(&[axis]);
-        self.split_for(Purpose::Messages, members, name, Executor::Thread)
+        let subgroup = Subgroup {
+            pattern: CommPattern::Messages,
+            ..Subgroup::new(name, self.members(&[axis]))
+        };
+        self.split(subgroup, Executor::Thread)
     }
 
     /// The timeline of the world and of all groups.
@@ -316,8 +320,8 @@ impl Mesh {
     pub fn wire_bytes_by_axis(&self) -> [WireBytes; Axis::ALL.len()] {
         let mut bytes = [WireBytes::default(); Axis::ALL.len()];
         let groups = self.groups();
-        let of_groups = groups.iter().map(|group| (&group.members[..], &group.comm));
-        for (members, comm) in of_groups.chain([(self.world.members(), &self.world)]) {
+        for comm in groups.iter().map(|group| &group.comm).chain([&self.world]) {
+            let members = comm.members();
             let (first, last) = (members[0], members[members.len() - 1]);
             let differ = |axis: &Axis| self.shape.index(first, &[*axis]) != self.shape.index(last, &[*axis]);
             if let Some(axis) = Axis::ALL.into_iter().find(differ) {
@@ -331,31 +335,16 @@ impl Mesh {
         self.shape.members(self.world.rank(), axes)
     }
 
-    fn split(
-        &self,
-        members: Vec<usize>,
-        name: &str,
-        executor: Executor,
-    ) -> Result<Communicator, CollectiveError> {
-        self.split_for(Purpose::Collectives, members, name, executor)
-    }
-
-    fn split_for(
-        &self,
-        purpose: Purpose,
-        members: Vec<usize>,
-        name: &str,
-        executor: Executor,
-    ) -> Result<Communicator, CollectiveError> {
+    fn split(&self, subgroup: Subgroup, executor: Executor) -> Result<Communicator, CollectiveError> {
         let mut groups = self.groups();
-        let is_asked_for = |group: &&Group| group.members == members && group.name == name;
+        let is_asked_for = |group: &&Group| group.subgroup == subgroup && group.executor == executor;
         if let Some(group) = groups.iter().find(is_asked_for) {
             return Ok(group.comm.clone());
         }
-        let comm = self.world.split_for(purpose, name, &members, executor)?;
+        let comm = self.world.split(&subgroup, executor)?;
         groups.push(Group {
-            members,
-            name: name.to_owned(),
+            subgroup,
+            executor,
             comm: comm.clone(),
         });
         Ok(comm)

@@ -7,7 +7,9 @@ mod nccl_ranks;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ddp_worker::collective::{Communicator, Executor, Failure, Launch, ReduceOp, Traffic, Work, WorkError};
+use ddp_worker::collective::{
+    Communicator, Executor, Failure, Launch, ReduceOp, Subgroup, Traffic, Work, WorkError,
+};
 use ddp_worker::device::{ArenaSpec, Buffer, CpuDevice, Device, Element};
 use half::bf16;
 use nccl_ranks::{PATIENCE, Place, Rank, TIMEOUT, nccl_and_gpu, run_ranks, timeline};
@@ -143,17 +145,18 @@ fn moves_agree(rank: &Rank) {
     both(rank, &own, barrier);
 }
 
+fn split(rank: &Rank, name: &str, members: &[usize]) -> Communicator {
+    let subgroup = Subgroup::new(name, members);
+    rank.over_nccl.split(&subgroup, Executor::Thread).unwrap()
+}
+
 /// A second group of the same ranks, and halves, used at once.
 fn parts_agree(rank: &Rank) {
     let all: Vec<usize> = (0..rank.size).collect();
     let half = rank.size / 2;
     let first = rank.number / half * half;
     let members: Vec<usize> = (first..first + half).collect();
-    let beside = rank.over_nccl.split("beside", &all, Executor::Thread).unwrap();
-    let halves = rank
-        .over_nccl
-        .split("halves", &members, Executor::Thread)
-        .unwrap();
+    let (beside, halves) = (split(rank, "beside", &all), split(rank, "halves", &members));
     let own = numbers(rank.number, LEN);
     let (left, right) = (buffer(rank.gpu.as_ref(), &own), buffer(rank.gpu.as_ref(), &own));
     let stream = rank.gpu.stream();
@@ -211,7 +214,7 @@ fn rank_of_a_group_with_an_absentee() {
     let all_reduce: Act<'_> = &|comm, buffer, launch| comm.all_reduce(buffer, sum, launch);
     apply(rank.gpu.as_ref(), &rank.over_nccl, &[1.0_f32; 64], all_reduce);
     let all: Vec<usize> = (0..rank.size).collect();
-    let beside = rank.over_nccl.split("beside", &all, Executor::Thread).unwrap();
+    let beside = split(&rank, "beside", &all);
     if rank.number + 1 < rank.size {
         let buffer = buffer(rank.gpu.as_ref(), &[1.0_f32; 64]);
         let work = rank

@@ -8,7 +8,7 @@ use parking_lot::Mutex;
 
 use super::error::{CollectiveError, Failure, name};
 use super::operation::{Completion, Descriptor, Operation, ReduceOp, Request, Traffic, Work};
-use super::transport::{Purpose, Transport, WireBytes};
+use super::transport::{Subgroup, Transport, WireBytes};
 use super::wait::{Pending, Wait};
 use crate::device::{Arena, ArenaSpec, Buffer, Device, DeviceError, Event};
 use crate::session::Cancel;
@@ -104,26 +104,12 @@ impl Communicator {
         timeout: Duration,
         cancel: &Cancel,
     ) -> Self {
-        Self::over(name, transport, executor, (timeout, cancel), Timeline::default())
+        let info = CommunicatorInfo::new(name, transport.as_ref(), timeout, cancel);
+        Self::over(transport, executor, info)
     }
 
-    fn over(
-        name: &str,
-        transport: Box<dyn Transport>,
-        executor: Executor,
-        (timeout, cancel): (Duration, &Cancel),
-        timeline: Timeline,
-    ) -> Self {
-        let info = Arc::new(CommunicatorInfo {
-            name: name.to_owned(),
-            rank: transport.rank(),
-            members: transport.members().to_vec(),
-            timeout,
-            cancel: cancel.clone(),
-            timeline,
-            wire: Mutex::default(),
-            pending: Pending::register(name, cancel),
-        });
+    fn over(transport: Box<dyn Transport>, executor: Executor, info: CommunicatorInfo) -> Self {
+        let info = Arc::new(info);
         let is_on_stream = transport.is_on_stream();
         let driver = Arc::new(Mutex::new(Driver {
             info: info.clone(),
@@ -134,12 +120,12 @@ impl Communicator {
         let queue = match executor {
             _ if is_on_stream => Queue::Stream,
             Executor::Inline => Queue::Inline,
-            Executor::Thread => match QueueThread::start(name, &driver) {
+            Executor::Thread => match QueueThread::start(&info.name, &driver) {
                 Ok(thread) => Queue::Thread(Mutex::new(Some(thread))),
                 Err(error) => {
                     // Every operation then fails with this reason.
                     let why = Failure::System {
-                        what: format!("the system cannot start a thread for `{name}`"),
+                        what: format!("the system cannot start a thread for `{}`", info.name),
                         cause: error.to_string(),
                     };
                     driver.lock().poison = Some(why);
@@ -216,31 +202,17 @@ impl Communicator {
             .set_up("shared allocation", bytes, name, call)
     }
 
-    /// The subgroup of this rank. Every rank of the group must call it, each with the subgroup that it belongs to
-    /// (ranks of this group, ascending), and with no operation in flight.
-    pub fn split(&self, name: &str, members: &[usize], executor: Executor) -> Result<Self, CollectiveError> {
-        self.split_for(Purpose::Collectives, name, members, executor)
-    }
-
-    /// The same, for a purpose.
-    pub fn split_for(
-        &self,
-        purpose: Purpose,
-        name: &str,
-        members: &[usize],
-        executor: Executor,
-    ) -> Result<Self, CollectiveError> {
-        let call = |transport: &mut dyn Transport, wait: &Wait| transport.split(purpose, name, members, wait);
-        let transport = self.0.driver.lock().set_up("split", 0, name, call)?;
-        let info = &*self.0.info;
-        let timeline = info.timeline.clone();
-        Ok(Self::over(
-            name,
-            transport,
-            executor,
-            (info.timeout, &info.cancel),
-            timeline,
-        ))
+    /// The subgroup of this rank. Every rank of the group must call it, each with the subgroup that it belongs to, and with
+    /// no operation in flight.
+    pub fn split(&self, subgroup: &Subgroup, executor: Executor) -> Result<Self, CollectiveError> {
+        let call = |transport: &mut dyn Transport, wait: &Wait| transport.split(subgroup, wait);
+        let transport = (self.0.driver.lock()).set_up("split", 0, &subgroup.name, call)?;
+        let parent = &self.0.info;
+        let info = CommunicatorInfo {
+            timeline: parent.timeline.clone(),
+            ..CommunicatorInfo::new(&subgroup.name, transport.as_ref(), parent.timeout, &parent.cancel)
+        };
+        Ok(Self::over(transport, executor, info))
     }
 
     /// Of the operations of this group and of its subgroups; closed until it is opened. The operations of a group of one
@@ -309,6 +281,19 @@ impl Communicator {
 }
 
 impl CommunicatorInfo {
+    fn new(name: &str, transport: &dyn Transport, timeout: Duration, cancel: &Cancel) -> Self {
+        Self {
+            name: name.to_owned(),
+            rank: transport.rank(),
+            members: transport.members().to_vec(),
+            timeout,
+            cancel: cancel.clone(),
+            timeline: Timeline::default(),
+            wire: Mutex::default(),
+            pending: Pending::register(name, cancel),
+        }
+    }
+
     /// The bound of one operation that starts now.
     fn wait(&self) -> Wait {
         Wait::new(self.timeout, &self.cancel)
@@ -524,13 +509,7 @@ mod tests {
             &self.members
         }
 
-        fn split(
-            &mut self,
-            _: Purpose,
-            _: &str,
-            _: &[usize],
-            _: &Wait,
-        ) -> Result<Box<dyn Transport>, Failure> {
+        fn split(&mut self, _: &Subgroup, _: &Wait) -> Result<Box<dyn Transport>, Failure> {
             Err(Failure::Invalid("not in this test".into()))
         }
 
@@ -609,7 +588,7 @@ mod tests {
             assert!(buffer.host::<f32>().unwrap().iter().all(|x| *x == 2.0));
             assert_eq!(comm.wire_bytes(), WireBytes::default());
             assert_eq!(spans(&comm), []);
-            let pair = comm.split("pair", &[0], Executor::Thread).unwrap();
+            let pair = comm.split(&Subgroup::new("pair", [0]), Executor::Thread).unwrap();
             assert_eq!((pair.rank(), pair.members()), (0, &[3][..]));
         }
     }

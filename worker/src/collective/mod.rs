@@ -28,5 +28,6 @@ pub(crate) use error::name;
 pub use error::{CollectiveError, Failure};
 pub use host::{RankInfo, connect};
 pub use operation::{Operation, ReduceOp, Request, StreamWork, Traffic, Work, WorkError};
-pub use transport::{Purpose, SingleRank, Transport, WireBytes};
+pub use transport::{CommPattern, SingleRank, Subgroup, Transport, WireBytes};
+pub(crate) use wait::StoreExchange;
 pub use wait::Wait;

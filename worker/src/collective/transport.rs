@@ -8,14 +8,36 @@ use super::operation::{Descriptor, Request, StreamWork, Traffic};
 use super::wait::Wait;
 use crate::device::{Arena, ArenaSpec, Device, Event, Held};
 
-/// What a group is made for.
+/// How the ranks of a group talk to each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Purpose {
+pub enum CommPattern {
     /// Operations of all its ranks.
     Collectives,
     /// Messages between two of its ranks. NCCL connects two ranks in their first message, in which each waits for the other,
     /// so the user sends a first message over each link, in one order of all ranks.
     Messages,
+}
+
+/// What a part of a group is made for, and of whom.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Subgroup {
+    /// In errors and timelines. Two groups of one rank have two names.
+    pub name: String,
+    /// Ranks of the group that is split, in ascending order.
+    pub members: Vec<usize>,
+    /// How they talk.
+    pub pattern: CommPattern,
+}
+
+impl Subgroup {
+    /// For collectives.
+    pub fn new(name: &str, members: impl Into<Vec<usize>>) -> Self {
+        Self {
+            name: name.to_owned(),
+            members: members.into(),
+            pattern: CommPattern::Collectives,
+        }
+    }
 }
 
 /// How one group moves bytes. Calls come one at a time, in the same order on every rank.
@@ -37,15 +59,9 @@ pub trait Transport: Send {
         Ok(device.alloc(spec)?)
     }
 
-    /// A transport for some members, this rank among them, given as ranks of this group in ascending order. A
-    /// collective call of all ranks of this group, each with its own subgroup.
-    fn split(
-        &mut self,
-        purpose: Purpose,
-        name: &str,
-        members: &[usize],
-        wait: &Wait,
-    ) -> Result<Box<dyn Transport>, Failure>;
+    /// A transport for some members, this rank among them. A collective call of all ranks of this group, each with its own
+    /// subgroup.
+    fn split(&mut self, subgroup: &Subgroup, wait: &Wait) -> Result<Box<dyn Transport>, Failure>;
 
     /// Carries out one operation on the calling thread. `held` is the exclusive hold on the request's buffer meanwhile. Returns
     /// what this rank put on the wire, as [`WireBytes`] counts it. Not called where there is a stream.
@@ -196,7 +212,7 @@ impl Transport for SingleRank {
         &self.members
     }
 
-    fn split(&mut self, _: Purpose, _: &str, _: &[usize], _: &Wait) -> Result<Box<dyn Transport>, Failure> {
+    fn split(&mut self, _: &Subgroup, _: &Wait) -> Result<Box<dyn Transport>, Failure> {
         Ok(Box::new(self.clone()))
     }
 

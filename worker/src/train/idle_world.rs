@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::world::World;
-use crate::collective::{Communicator, Executor, Failure, Purpose, Request, StreamWork, Transport, Wait};
+use crate::collective::{Communicator, Executor, Failure, Request, StreamWork, Subgroup, Transport, Wait};
 use crate::device::{Compute, Device, Event, IdleDevice};
 use crate::mesh::{Mesh, MeshShape};
 use crate::session::Cancel;
@@ -51,13 +51,8 @@ impl Transport for IdleRanks {
         &self.members
     }
 
-    fn split(
-        &mut self,
-        _: Purpose,
-        _: &str,
-        members: &[usize],
-        _: &Wait,
-    ) -> Result<Box<dyn Transport>, Failure> {
+    fn split(&mut self, subgroup: &Subgroup, _: &Wait) -> Result<Box<dyn Transport>, Failure> {
+        let members = &subgroup.members;
         let rank = members.iter().position(|&member| member == self.rank);
         Ok(Box::new(Self {
             members: members.iter().map(|&member| self.members[member]).collect(),

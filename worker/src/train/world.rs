@@ -161,6 +161,8 @@ pub(super) fn tensor_group(world: &World, is_sequence: bool) -> Result<Option<Te
     if world.mesh.size(&[Axis::Tensor]) == 1 {
         return Ok(None);
     }
-    let comm = world.mesh.group_inline(&[Axis::Tensor], "tensor")?;
+    let comm = world
+        .mesh
+        .group_inline(&[Axis::Tensor], "activations along tensor")?;
     Ok(Some(TensorGroup::new(comm, &world.compute, is_sequence)))
 }

@@ -10,7 +10,9 @@ use std::time::{Duration, Instant};
 use crate::collective_world::{PATIENCE, Rank, World, done, failure, launch};
 use ddp_proto::env::WorkerEnv;
 use ddp_proto::ids::WorldSize;
-use ddp_worker::collective::{Communicator, Executor, Failure, Launch, RankInfo, ReduceOp, Traffic, connect};
+use ddp_worker::collective::{
+    Communicator, Executor, Failure, Launch, RankInfo, ReduceOp, Subgroup, Traffic, connect,
+};
 use ddp_worker::config::{Parallel, Pipeline};
 use ddp_worker::device::{ArenaSpec, Compute, DType, DeviceError, Event, EventState};
 use ddp_worker::mesh::{Mesh, MeshShape};
@@ -348,7 +350,11 @@ fn a_failed_communicator_stays_failed() {
 #[test]
 fn impossible_operations_are_refused_by_all() {
     World::of(&[2]).run(Executor::Inline, |rank| {
-        let fresh = |name: &str| rank.comm.split(name, &[0, 1], Executor::Inline).unwrap();
+        let fresh = |name: &str| {
+            rank.comm
+                .split(&Subgroup::new(name, [0, 1]), Executor::Inline)
+                .unwrap()
+        };
         let invalid = |failure: Failure, words: &str| {
             assert!(
                 matches!(&failure, Failure::Invalid(what) if what.contains(words)),
@@ -382,7 +388,7 @@ fn splits_must_agree() {
         let members: &[usize] = if rank.rank() == 2 { &[1, 2] } else { &[0, 1] };
         let failure = rank
             .comm
-            .split("pair", members, Executor::Inline)
+            .split(&Subgroup::new("pair", members), Executor::Inline)
             .err()
             .map(|e| e.failure);
         match rank.rank() {

@@ -1,7 +1,7 @@
 //! Every operation, at several sizes of world, on one node and several, in place and staged.
 
 use crate::collective_world::{Rank, World, done, fill, launch, numbers, read};
-use ddp_worker::collective::{Executor, Launch, ReduceOp, Traffic, WireBytes};
+use ddp_worker::collective::{Executor, Launch, ReduceOp, Subgroup, Traffic, WireBytes};
 use half::bf16;
 
 const SUM: ReduceOp = ReduceOp::Sum;
@@ -278,7 +278,7 @@ fn a_2_by_2_mesh_and_two_groups_at_once() {
         World::of(nodes).run(Executor::Inline, |rank| {
             let me = rank.rank();
             let group = |name, members: [usize; 2]| {
-                let split = rank.comm.split(name, &members, Executor::Thread);
+                let split = rank.comm.split(&Subgroup::new(name, members), Executor::Thread);
                 split.unwrap()
             };
             let dp = group("dp", [me % 2, me % 2 + 2]);

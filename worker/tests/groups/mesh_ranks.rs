@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use crate::collective_world::{Rank, World};
+use crate::collective_world::{Rank, World, launch};
 use ddp_proto::env::WorkerEnv;
 use ddp_proto::ids::WorldSize;
 use ddp_worker::collective::Executor;
@@ -335,4 +335,23 @@ fn copies_beyond_the_data_parallel_ranks_are_compared() {
         assert!(of_culprit.starts_with(&expected), "{case:?}: {of_culprit}");
         assert_eq!(found[other], None, "{case:?}");
     }
+}
+
+/// As under `ddp`, where the ranks of one copy of the model are those of a tensor group.
+#[test]
+fn a_group_without_a_thread_is_not_that_of_the_same_ranks_with_one() {
+    let case = Case {
+        tensor: 2,
+        ..Case::of(Strategy::Ddp, [2, 1])
+    };
+    World::of(&[4]).run(Executor::Thread, |rank| {
+        let mesh = Mesh::new(case.mesh(), rank.comm.clone(), Executor::Thread);
+        let with_thread = mesh.group(&[Axis::Tensor]).unwrap();
+        let inline = mesh.group_inline(&[Axis::Tensor], "tensor").unwrap();
+        let buffer = rank.arena(false, &[1.0_f32]).whole();
+        for _ in 0..8 {
+            assert!(inline.barrier(&buffer, launch()).is_done());
+        }
+        assert_eq!(inline.members(), with_thread.members());
+    });
 }

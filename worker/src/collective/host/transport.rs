@@ -27,7 +27,7 @@ use super::sockets::{Address, Connection, Listener};
 use super::topology::{Member, RankInfo, Topology};
 use crate::collective::error::Failure;
 use crate::collective::operation::{Descriptor, Operation, Request, slice};
-use crate::collective::transport::{Purpose, SingleRank, Transport, check_members};
+use crate::collective::transport::{SingleRank, Subgroup, Transport, check_members};
 use crate::collective::wait::{Pending, StoreExchange, Wait};
 use crate::device::{Arena, ArenaSpec, Device, Held, HostMemory};
 use crate::session::{Cancel, Entries, KeyValue};
@@ -461,13 +461,8 @@ impl Transport for HostTransport {
     }
 
     /// The subgroup has segments and connections of its own, so that two groups of one rank can be driven by two threads.
-    fn split(
-        &mut self,
-        _purpose: Purpose,
-        name: &str,
-        members: &[usize],
-        wait: &Wait,
-    ) -> Result<Box<dyn Transport>, Failure> {
+    fn split(&mut self, subgroup: &Subgroup, wait: &Wait) -> Result<Box<dyn Transport>, Failure> {
+        let Subgroup { name, members, .. } = subgroup;
         let header = OperationHeader::of_call(SetUpCall::Split, self.next_collective(), name);
         let mut message = SetUpMessage {
             number: number_of(name, members),

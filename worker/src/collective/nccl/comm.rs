@@ -15,7 +15,7 @@ use super::flight_recorder::{FlightRecorder, Oldest, OperationEvents, OperationP
 use super::library::{CommAddress, Handle};
 use crate::collective::error::Failure;
 use crate::collective::operation::{Descriptor, Operation, Request, StreamWork, Traffic, slice};
-use crate::collective::transport::Purpose;
+use crate::collective::transport::CommPattern;
 use crate::collective::wait::Wait;
 use crate::device::{Arena, ArenaSpec, CudaDevice, DType, Device, DeviceError, Event, Stream};
 use crate::session::{Cancel, Waiting, Wanted};
@@ -232,11 +232,11 @@ impl Comm {
         &self,
         color: Option<usize>,
         key: usize,
-        purpose: Purpose,
+        pattern: CommPattern,
         wait: &Wait,
     ) -> Result<CommAddress, Failure> {
         self.stream.bind()?;
-        self.call(None, None, wait, |handle| handle.split(color, key, purpose))
+        self.call(None, None, wait, |handle| handle.split(color, key, pattern))
     }
 
     /// What [`Comm::split`] made, if this rank has a color.

@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicPtr, Ordering};
 
 use crate::collective::error::Failure;
 use crate::collective::operation::{Operation, ReduceOp, Request};
-use crate::collective::transport::Purpose;
+use crate::collective::transport::CommPattern;
 use crate::device::DType;
 use crate::libraries::{Library, LibraryError, LibraryKind, Version, table};
 
@@ -166,7 +166,7 @@ impl Handle {
     /// Begins to make a communicator; the calling thread's current device is its device.
     pub(super) fn init(nccl: &Nccl, id: UniqueId, size: usize, rank: usize) -> Result<Self, Failure> {
         let address = CommAddress::new();
-        let mut config = Config::of(Purpose::Collectives);
+        let mut config = Config::of(CommPattern::Collectives);
         let init = nccl.0.functions.comm_init;
         // SAFETY: the address is never freed; the configuration is copied during the call.
         let status = unsafe {
@@ -250,10 +250,10 @@ impl Handle {
         &mut self,
         color: Option<usize>,
         key: usize,
-        purpose: Purpose,
+        pattern: CommPattern,
     ) -> Result<CommAddress, Failure> {
         let address = CommAddress::new();
-        let mut config = Config::of(purpose);
+        let mut config = Config::of(pattern);
         let color = color.map_or(NO_COLOR, |color| color as c_int);
         let split = self.nccl.0.functions.comm_split;
         // SAFETY: alive; the address is never freed; the configuration is copied during the call.
@@ -387,7 +387,7 @@ impl Config {
     const UNDEFINED: c_int = c_int::MIN;
 
     /// Calls return at once, and messages take few blocks; all else as the environment and NCCL choose.
-    const fn of(purpose: Purpose) -> Self {
+    const fn of(pattern: CommPattern) -> Self {
         Self {
             size: size_of::<Self>(),
             magic: Self::MAGIC,
@@ -395,9 +395,9 @@ impl Config {
             blocking: 0,
             cga_cluster_size: Self::UNDEFINED,
             min_ctas: Self::UNDEFINED,
-            max_ctas: match purpose {
-                Purpose::Collectives => Self::UNDEFINED,
-                Purpose::Messages => MESSAGE_CTAS,
+            max_ctas: match pattern {
+                CommPattern::Collectives => Self::UNDEFINED,
+                CommPattern::Messages => MESSAGE_CTAS,
             },
             net_name: std::ptr::null(),
             split_share: Self::UNDEFINED,
@@ -495,7 +495,7 @@ mod tests {
         ];
         assert_eq!(offsets, [0, 8, 12, 16, 20, 24, 28, 32, 40]);
         assert_eq!((size_of::<Config>(), size_of::<UniqueId>()), (48, 128));
-        let config = Config::of(Purpose::Messages);
+        let config = Config::of(CommPattern::Messages);
         assert_eq!([config.min_ctas, config.max_ctas], [Config::UNDEFINED, 4]);
         assert_eq!((config.size, config.version), (48, 21_800));
     }

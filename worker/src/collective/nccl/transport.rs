@@ -10,11 +10,9 @@ use super::comm::{Comm, CommStream, Membership};
 use super::library::{Handle, Nccl, UniqueId};
 use super::watchdog::Watchdog;
 use crate::collective::error::Failure;
-use crate::collective::operation::Request;
-use crate::collective::operation::StreamWork;
-use crate::collective::transport::{Purpose, SingleRank, Transport, check_members};
-use crate::collective::wait::StoreExchange;
-use crate::collective::wait::Wait;
+use crate::collective::operation::{Request, StreamWork};
+use crate::collective::transport::{CommPattern, SingleRank, Subgroup, Transport, check_members};
+use crate::collective::wait::{StoreExchange, Wait};
 use crate::device::{Device, Event};
 use crate::session::KeyValue;
 
@@ -67,35 +65,32 @@ impl Transport for NcclTransport {
         &self.comm.membership().members
     }
 
-    fn split(
-        &mut self,
-        purpose: Purpose,
-        name: &str,
-        members: &[usize],
-        wait: &Wait,
-    ) -> Result<Box<dyn Transport>, Failure> {
+    fn split(&mut self, subgroup: &Subgroup, wait: &Wait) -> Result<Box<dyn Transport>, Failure> {
         let (ours, stream) = (self.comm.membership(), self.comm.stream());
         check_members(members, ours.rank, ours.size())?;
+        let members = &subgroup.members;
         if members.len() == 1 {
-            self.comm.split(None, 0, purpose, wait)?;
+            self.comm.split(None, 0, subgroup.pattern, wait)?;
             return Ok(Box::new(SingleRank::on_stream(ours.global())));
         }
         let rank = members.binary_search(&ours.rank).expect("checked above");
         let membership = Membership {
-            name: name.to_owned(),
+            name: subgroup.name.clone(),
             rank,
             members: members.iter().map(|&rank| ours.members[rank]).collect(),
             ..ours.clone()
         };
-        let address = self.comm.split(Some(members[0]), rank, purpose, wait)?;
-        let comm = Comm::make(membership, stream.sibling(name), || self.comm.part(address))?;
-        let subgroup = Self::ready(comm, self.watchdog.clone(), wait)?;
-        self.comm.add_subgroup(&subgroup.comm);
+        let address = self.comm.split(Some(members[0]), rank, subgroup.pattern, wait)?;
+        let comm = Comm::make(membership, stream.sibling(&subgroup.name), || {
+            self.comm.part(address)
+        })?;
+        let part = Self::ready(comm, self.watchdog.clone(), wait)?;
+        self.comm.add_subgroup(&part.comm);
         // Ranks that send messages connect by their first ones.
-        if purpose == Purpose::Collectives {
-            subgroup.comm.connect(wait)?;
+        if subgroup.pattern == CommPattern::Collectives {
+            part.comm.connect(wait)?;
         }
-        Ok(Box::new(subgroup))
+        Ok(Box::new(part))
     }
 
     fn is_on_stream(&self) -> bool {

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::hooked::{Hooks, hooked};
-use ddp_worker::collective::{Failure, Purpose, Request, Transport, Wait};
+use ddp_worker::collective::{Failure, Request, Subgroup, Transport, Wait};
 use ddp_worker::device::{Arena, ArenaSpec, CpuDevice, Device, Event, Held, Stream};
 use ddp_worker::ops::Op;
 use ddp_worker::train::WrapTransport;
@@ -84,14 +84,8 @@ impl Transport for WatchedTransport {
         Ok(arena)
     }
 
-    fn split(
-        &mut self,
-        purpose: Purpose,
-        name: &str,
-        members: &[usize],
-        wait: &Wait,
-    ) -> Result<Box<dyn Transport>, Failure> {
-        let inner = self.inner.split(purpose, name, members, wait)?;
+    fn split(&mut self, subgroup: &Subgroup, wait: &Wait) -> Result<Box<dyn Transport>, Failure> {
+        let inner = self.inner.split(subgroup, wait)?;
         let watch = self.watch.clone();
         Ok(Box::new(Self { inner, watch }))
     }
