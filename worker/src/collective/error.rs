@@ -161,7 +161,7 @@ impl Failure {
         }
     }
 
-    fn is_consequence(&self) -> bool {
+    pub(crate) fn is_consequence(&self) -> bool {
         match self {
             Self::PeerLost { .. } | Self::GenerationOver(_) | Self::Refused { .. } | Self::Poisoned(_) => {
                 true

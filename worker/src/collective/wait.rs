@@ -1,5 +1,5 @@
 //! Waiting for other ranks: under a deadline and a cancel token, and visible to the agent; on connections, and through the
-//! key-value store while the ranks are not connected, or a connection has failed.
+//! key-value store before the ranks are connected.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -12,7 +12,7 @@ use parking_lot::Mutex;
 
 use super::error::Failure;
 use super::operation::Request;
-use crate::session::{Cancel, Entries, KeyValue, StoreError, Waiting, Wanted};
+use crate::session::{Cancel, KeyValue, StoreError, Waiting, Wanted};
 
 /// A wait of this length reports the ranks that it waits for.
 const REPORT_AFTER: Duration = Duration::from_millis(250);
@@ -20,17 +20,11 @@ const REPORT_AFTER: Duration = Duration::from_millis(250);
 /// Longest time between two checks of the cancel token and the deadline.
 const POLL_INTERVAL: Duration = Duration::from_millis(10);
 
-/// Longest single wait for a key. The cancel token is checked between two such waits, because a store need not know it.
-const STORE_POLL_INTERVAL: Duration = Duration::from_millis(50);
-
 /// In larger groups the absent ranks are looked up only once: each lookup reads one entry per rank.
 const MOST_REPORTED_RANKS: usize = 1024;
 
 /// Longest time to read the entries that the store already has.
 const SNAPSHOT_PATIENCE: Duration = Duration::from_secs(5);
-
-/// After the deadline, keep asking the store for this long, so that the error can name the missing ranks.
-const GRACE: Duration = Duration::from_secs(1);
 
 /// How long a rank waits for the others, and what ends the wait earlier.
 #[derive(Clone)]
@@ -54,6 +48,13 @@ impl Wait {
             cancel: cancel.clone(),
             pending: None,
         }
+    }
+
+    /// A wait of `what`, which sets up a communicator, that begins now and reports the ranks that it waits for.
+    pub(super) fn of_set_up(what: &str, communicator: &str, timeout: Duration, cancel: &Cancel) -> Self {
+        let pending = Pending::register(communicator, cancel);
+        pending.begin_set_up(what);
+        Self::new(timeout, cancel).reporting_to(&pending)
     }
 
     /// Reports the ranks that it waits for to `pending`.
@@ -227,66 +228,109 @@ impl Waiting for Pending {
     }
 }
 
-/// The store, within the bounds of a wait.
-#[derive(Clone, Copy)]
-pub(super) struct StoreExchange<'a> {
-    pub(super) store: &'a dyn KeyValue,
+/// An exchange of all ranks over the store. Each rank writes one key, so that those without are named.
+pub(crate) struct StoreExchange<'a> {
+    pub(crate) store: &'a dyn KeyValue,
     /// Bounds each call.
-    pub(super) wait: &'a Wait,
+    pub(crate) wait: &'a Wait,
     /// For errors.
-    pub(super) what: &'static str,
+    pub(crate) what: &'static str,
+    /// What the keys of this exchange begin with, and no others.
+    pub(crate) prefix: String,
+    pub(crate) rank: usize,
+    pub(crate) ranks: usize,
 }
 
 impl StoreExchange<'_> {
-    pub(super) fn publish(&self, key: &str, value: &[u8]) -> Result<(), Failure> {
+    /// The values of all ranks, by rank.
+    pub(super) fn all_gather(&self, own: &[u8]) -> Result<Vec<Vec<u8>>, Failure> {
+        self.publish(&of_rank(self.rank), own)?;
+        self.gather()
+    }
+
+    /// What rank 0 makes of the values of all ranks, once all have come. N ranks make 2N + 1 requests, and one more a second
+    /// each while they wait.
+    pub(crate) fn decide(
+        &self,
+        own: &[u8],
+        decision: impl FnOnce(Vec<Vec<u8>>) -> Result<Vec<u8>, Failure>,
+    ) -> Result<Vec<u8>, Failure> {
+        self.publish(&of_rank(self.rank), own)?;
+        if self.rank == 0 {
+            let decision = decision(self.gather()?)?;
+            self.publish(DECISION, &decision)?;
+            return Ok(decision);
+        }
+        let missing = || match self.absent() {
+            absent if absent.is_empty() => vec![0],
+            absent => absent,
+        };
+        self.read(DECISION, missing)
+    }
+
+    /// What rank 0 [publishes](Self::publish).
+    pub(crate) fn of_rank_zero(&self, name: &str) -> Result<Vec<u8>, Failure> {
+        self.read(name, || vec![0])
+    }
+
+    pub(crate) fn publish(&self, name: &str, value: &[u8]) -> Result<(), Failure> {
+        let key = self.key(name);
         loop {
-            match self.store.put(key, value, self.wait.deadline) {
+            match self.store.put(&key, value, self.wait.deadline) {
                 Ok(()) => return Ok(()),
                 Err(error) => self.tolerate(error)?,
             }
         }
     }
 
-    /// All entries with this prefix, when there are `count` of them: one for each rank. In time, or the error names those
-    /// that `missing` finds among the entries that are there.
-    pub(super) fn gather(
-        &self,
-        prefix: &str,
-        count: usize,
-        missing: impl Fn(&Entries) -> Vec<usize>,
-    ) -> Result<Entries, Failure> {
-        let absent = || {
-            // What is there is not waited for, but it may take a while to arrive.
-            let there = self.store.gather(prefix, 0, Instant::now() + SNAPSHOT_PATIENCE);
-            there
-                .ok()
-                .flatten()
-                .map_or_else(Vec::new, |there| missing(&there))
-        };
-        loop {
-            if count <= MOST_REPORTED_RANKS {
-                self.wait.report(absent);
+    fn read(&self, name: &str, missing: impl Fn() -> Vec<usize>) -> Result<Vec<u8>, Failure> {
+        let key = self.key(name);
+        self.ask(|| vec![0], missing, |until| self.store.get(&key, until))
+    }
+
+    fn gather(&self) -> Result<Vec<Vec<u8>>, Failure> {
+        let prefix = self.key(RANK);
+        let reported = || {
+            if self.ranks > MOST_REPORTED_RANKS {
+                Vec::new()
+            } else {
+                self.absent()
             }
-            let until = self.wait.deadline.min(Instant::now() + self.store.patience());
-            match self.store.gather(prefix, count, until) {
-                Ok(Some(found)) => return Ok(found),
-                Ok(None) => self.wait.check_end(absent)?,
+        };
+        let gather = |until| self.store.gather(&prefix, self.ranks, until);
+        let mut found = self.ask(reported, || self.absent(), gather)?;
+        let value = |rank| found.remove(&self.key(&of_rank(rank))).unwrap_or_default();
+        Ok((0..self.ranks).map(value).collect())
+    }
+
+    /// Asks until there is an answer. Meanwhile the agent learns that this rank waits for the ranks `reported`; if the time
+    /// is over, the error names those `missing`.
+    fn ask<T>(
+        &self,
+        reported: impl Fn() -> Vec<usize>,
+        missing: impl Fn() -> Vec<usize>,
+        ask: impl Fn(Instant) -> Result<Option<T>, StoreError>,
+    ) -> Result<T, Failure> {
+        loop {
+            self.wait.report(&reported);
+            let until = (self.wait.deadline).min(Instant::now() + self.store.patience());
+            match ask(until) {
+                Ok(Some(answer)) => return Ok(answer),
+                Ok(None) => self.wait.check_end(&missing)?,
                 Err(error) => self.tolerate(error)?,
             }
         }
     }
 
-    /// Waits for `key`, which global rank `writer` publishes; if it does not in time, the error names it.
-    pub(super) fn await_key(&self, key: &str, writer: usize) -> Result<Vec<u8>, Failure> {
-        loop {
-            self.wait.report(|| vec![writer]);
-            let until = self.wait.deadline.min(Instant::now() + STORE_POLL_INTERVAL);
-            match self.store.get(key, until) {
-                Ok(Some(value)) => return Ok(value),
-                Ok(None) => self.wait.check_end(|| vec![writer])?,
-                Err(error) => self.tolerate(error)?,
-            }
-        }
+    /// Ranks without a key.
+    fn absent(&self) -> Vec<usize> {
+        // What is there is not waited for, but it may take a while to arrive.
+        let patience = Instant::now() + SNAPSHOT_PATIENCE;
+        let Ok(Some(there)) = self.store.gather(&self.key(RANK), 0, patience) else {
+            return Vec::new();
+        };
+        let is_absent = |rank: &usize| !there.contains_key(&self.key(&of_rank(*rank)));
+        (0..self.ranks).filter(is_absent).collect()
     }
 
     /// Fails with an error of the store. While there is time, a store that is out of reach is asked again; at the end
@@ -308,34 +352,29 @@ impl StoreExchange<'_> {
             over => over,
         })
     }
+
+    fn key(&self, name: &str) -> String {
+        format!("{}/{name}", self.prefix)
+    }
 }
 
-/// The ranks among `ranks` that have not arrived, and those that the store could not be asked about in time. Calls
-/// `has_arrived` for each rank; it may wait until `deadline`, and looks once after that. Ends [`GRACE`] after the deadline,
-/// or once the store is out of reach.
-pub(super) fn absent_ranks(
-    ranks: &[usize],
-    deadline: Instant,
-    has_arrived: impl Fn(usize) -> Result<bool, StoreError>,
-) -> (Vec<usize>, Vec<usize>) {
-    let mut absent = Vec::new();
-    for (i, &rank) in ranks.iter().enumerate() {
-        let answer = (Instant::now() < deadline + GRACE).then(|| has_arrived(rank));
-        match answer {
-            Some(Ok(true)) => {}
-            Some(Ok(false)) => absent.push(rank),
-            Some(Err(_)) | None => return (absent, ranks[i..].to_vec()),
-        }
-    }
-    (absent, Vec::new())
+/// Name of what rank 0 decides.
+const DECISION: &str = "decision";
+
+/// What the names of the ranks' keys begin with.
+const RANK: &str = "rank/";
+
+fn of_rank(rank: usize) -> String {
+    format!("{RANK}{rank}")
 }
 
 #[cfg(test)]
 mod tests {
     use std::sync::Mutex;
+    use std::sync::atomic::{AtomicUsize, Ordering};
 
     use super::*;
-    use crate::session::MemoryStore;
+    use crate::session::{Entries, MemoryStore};
 
     const PATIENCE: Duration = Duration::from_mins(1);
 
@@ -348,7 +387,7 @@ mod tests {
     impl Failing {
         fn with(errors: Vec<StoreError>) -> Self {
             let store = MemoryStore::default();
-            store.put("there", b"value", Instant::now()).unwrap();
+            store.put("test/there", b"value", Instant::now()).unwrap();
             Self {
                 errors: Mutex::new(errors),
                 store,
@@ -386,14 +425,20 @@ mod tests {
         StoreError::Unavailable("the daemon did not answer".into())
     }
 
+    fn exchange<'a>(store: &'a dyn KeyValue, wait: &'a Wait, [rank, ranks]: [usize; 2]) -> StoreExchange<'a> {
+        StoreExchange {
+            store,
+            wait,
+            what: "meeting",
+            prefix: "test".into(),
+            rank,
+            ranks,
+        }
+    }
+
     fn await_there(errors: Vec<StoreError>, timeout: Duration) -> Result<Vec<u8>, Failure> {
         let (store, wait) = (Failing::with(errors), Wait::new(timeout, &Cancel::new()));
-        let lookup = StoreExchange {
-            store: &store,
-            wait: &wait,
-            what: "meeting",
-        };
-        lookup.await_key("there", 0)
+        exchange(&store, &wait, [1, 2]).of_rank_zero("there")
     }
 
     #[test]
@@ -401,13 +446,9 @@ mod tests {
         let value = await_there(vec![away(), away()], PATIENCE);
         assert_eq!(value, Ok(b"value".to_vec()));
         let (store, wait) = (Failing::with(vec![away()]), Wait::new(PATIENCE, &Cancel::new()));
-        let lookup = StoreExchange {
-            store: &store,
-            wait: &wait,
-            what: "meeting",
-        };
-        assert_eq!(lookup.publish("here", b"1"), Ok(()));
-        assert_eq!(lookup.await_key("here", 0), Ok(b"1".to_vec()));
+        let one = exchange(&store, &wait, [0, 1]);
+        assert_eq!(one.publish("here", b"1"), Ok(()));
+        assert_eq!(one.of_rank_zero("here"), Ok(b"1".to_vec()));
     }
 
     #[test]
@@ -431,14 +472,85 @@ mod tests {
         );
     }
 
+    /// Counts requests, and ends no wait early: so none is repeated.
+    #[derive(Default)]
+    struct Counting {
+        store: MemoryStore,
+        requests: AtomicUsize,
+    }
+
+    impl KeyValue for Counting {
+        fn put(&self, key: &str, value: &[u8], deadline: Instant) -> Result<(), StoreError> {
+            self.requests.fetch_add(1, Ordering::Relaxed);
+            self.store.put(key, value, deadline)
+        }
+
+        fn get(&self, key: &str, deadline: Instant) -> Result<Option<Vec<u8>>, StoreError> {
+            self.requests.fetch_add(1, Ordering::Relaxed);
+            self.store.get(key, deadline)
+        }
+
+        fn gather(
+            &self,
+            prefix: &str,
+            count: usize,
+            deadline: Instant,
+        ) -> Result<Option<Entries>, StoreError> {
+            self.requests.fetch_add(1, Ordering::Relaxed);
+            self.store.gather(prefix, count, deadline)
+        }
+
+        fn patience(&self) -> Duration {
+            PATIENCE
+        }
+    }
+
+    /// What each of these ranks learns.
+    fn decide(
+        store: &dyn KeyValue,
+        came: impl Iterator<Item = usize>,
+        ranks: usize,
+        wait: &Wait,
+    ) -> Vec<Result<Vec<u8>, Failure>> {
+        std::thread::scope(|scope| {
+            let decide = |rank: usize| {
+                let exchange = exchange(store, wait, [rank, ranks]);
+                move || exchange.decide(&[rank as u8], |values| Ok(values.concat()))
+            };
+            let ranks: Vec<_> = came.map(|rank| scope.spawn(decide(rank))).collect();
+            ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+        })
+    }
+
     #[test]
-    fn asking_ends_where_the_store_is_out_of_reach() {
-        let has_arrived = |rank| match rank {
-            2 => Ok(false),
-            4 => Err(away()),
-            _ => Ok(true),
-        };
-        let found = absent_ranks(&[1, 2, 3, 4, 5], Instant::now(), has_arrived);
-        assert_eq!(found, (vec![2], vec![4, 5]));
+    fn all_ranks_meet_in_two_requests_each() {
+        let store = Counting::default();
+        let all = decide(&store, 0..64, 64, &Wait::new(PATIENCE, &Cancel::new()));
+        let expected: Vec<u8> = (0..64).collect();
+        assert!(all.iter().all(|found| found.as_ref() == Ok(&expected)), "{all:?}");
+        assert_eq!(store.requests.load(Ordering::Relaxed), 2 * 64 + 1);
+        let keys = store.store.gather("", 0, Instant::now()).unwrap().unwrap();
+        assert_eq!(keys.len(), 64 + 1);
+    }
+
+    #[test]
+    fn every_rank_names_those_that_do_not_come() {
+        let cancel = Cancel::new();
+        for missing in [0, 2] {
+            let came = (0..4).filter(|rank| *rank != missing);
+            let wait = Wait::new(Duration::from_millis(100), &cancel);
+            for found in decide(&MemoryStore::default(), came, 4, &wait) {
+                assert!(
+                    matches!(&found, Err(Failure::TimedOut { waiting_for, .. }) if *waiting_for == [missing]),
+                    "{found:?}"
+                );
+            }
+        }
+        cancel.cancel("rank 3 died");
+        let over = decide(&MemoryStore::default(), 0..3, 4, &Wait::new(PATIENCE, &cancel));
+        assert!(
+            over.iter()
+                .all(|found| *found == Err(Failure::GenerationOver("rank 3 died".into())))
+        );
     }
 }

@@ -3,13 +3,14 @@
 //! Every rank writes its [`Signature`] down as named fields. Rank 0 publishes its own, the others compare and answer,
 //! and rank 0 publishes the outcome, so that every rank stops with the same words.
 
-use std::time::Instant;
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
 use super::GradientLayout;
+use crate::collective::{Failure, StoreExchange, Wait};
 use crate::model::Model;
-use crate::session::{KeyValue, StoreError};
+use crate::session::Session;
 
 /// Bytes of a signature in one key, below the store's bound on values.
 const PART_BYTES: usize = 256 << 10;
@@ -85,164 +86,107 @@ pub enum AgreementError {
     /// A rank is about to do something else.
     #[error("{0}\n  hint: all nodes must run the same build with the same configuration")]
     Differs(String),
-    /// The store failed, or a rank did not come.
-    #[error("comparing the ranks before the first step: {what}: {source}")]
-    Store {
-        /// What was done.
-        what: String,
-        /// What the store said.
-        source: StoreError,
-    },
-    /// A signature that cannot be read.
-    #[error("comparing the ranks before the first step: rank {rank} published something unreadable: {cause}")]
-    Unreadable {
-        /// The rank that published it.
-        rank: usize,
-        /// In words.
-        cause: String,
-    },
+    /// A rank did not come, or the store failed.
+    #[error("comparing the ranks before the first step: {0}")]
+    Failed(#[from] Failure),
 }
 
-/// One comparison over the store. Every rank takes part.
-pub struct Agreement<'a> {
-    /// The store of this generation.
-    pub store: &'a dyn KeyValue,
-    /// Name of the comparison, unique in the generation.
-    pub name: &'a str,
-    /// Global rank of this process.
-    pub rank: usize,
-    /// Number of ranks.
-    pub world_size: usize,
-    /// When all must have come.
-    pub deadline: Instant,
+/// Succeeds on all ranks if all have the same signature; else fails on all ranks, with the first field in which the lowest
+/// such rank differs from rank 0. `name` is unique in the generation, and `timeout` bounds the call. Every rank must call it.
+pub fn check_agreement(
+    session: &Session,
+    name: &str,
+    signature: &Signature,
+    timeout: Duration,
+) -> Result<(), AgreementError> {
+    let (env, store) = (session.env(), session.store());
+    let exchange = StoreExchange {
+        store: store.as_ref(),
+        wait: &Wait::new(timeout, &session.cancel()),
+        what: "exchanging signatures",
+        prefix: format!("agreement/{name}"),
+        rank: env.rank.get() as usize,
+        ranks: env.world_size.get() as usize,
+    };
+    if exchange.ranks == 1 {
+        return Ok(());
+    }
+    let own = if exchange.rank == 0 {
+        publish(&exchange, signature)?;
+        String::new()
+    } else {
+        let first = read(&exchange)?;
+        let difference = first.difference(signature);
+        difference.map_or_else(String::new, |(field, theirs, ours)| {
+            let rank = exchange.rank;
+            format!("rank {rank} does not agree with rank 0: {field} is {ours}, on rank 0 {theirs}")
+        })
+    };
+    let first_difference = |found: Vec<Vec<u8>>| {
+        let mut differences = found.into_iter().filter(|difference| !difference.is_empty());
+        Ok(differences.next().unwrap_or_default())
+    };
+    match exchange.decide(own.as_bytes(), first_difference)? {
+        none if none.is_empty() => Ok(()),
+        difference => Err(AgreementError::Differs(
+            String::from_utf8_lossy(&difference).into_owned(),
+        )),
+    }
 }
 
-/// What a rank found.
-const AGREED: &str = "";
-
-impl Agreement<'_> {
-    /// Succeeds on all ranks if all have the same signature; else fails on all ranks, with the first field in which
-    /// the lowest such rank differs from rank 0.
-    pub fn check(&self, signature: &Signature) -> Result<(), AgreementError> {
-        if self.world_size == 1 {
-            return Ok(());
-        }
-        let verdict = if self.rank == 0 {
-            self.publish(signature)?;
-            self.collect()?
-        } else {
-            let first = self.read()?;
-            let verdict = first
-                .difference(signature)
-                .map_or_else(String::new, |(field, theirs, ours)| {
-                    format!(
-                        "rank {} does not agree with rank 0: {field} is {ours}, on rank 0 {theirs}",
-                        self.rank
-                    )
-                });
-            self.put(&format!("rank/{}", self.rank), verdict.as_bytes())?;
-            self.get("verdict", 0)?
-        };
-        if verdict == AGREED {
-            Ok(())
-        } else {
-            Err(AgreementError::Differs(verdict))
-        }
+fn publish(exchange: &StoreExchange<'_>, signature: &Signature) -> Result<(), Failure> {
+    let text = serde_json::to_vec(signature).expect("strings are JSON");
+    let parts: Vec<&[u8]> = text.chunks(PART_BYTES).collect();
+    for (i, part) in parts.iter().enumerate() {
+        exchange.publish(&format!("part/{i}"), part)?;
     }
+    exchange.publish("parts", parts.len().to_string().as_bytes())
+}
 
-    fn publish(&self, signature: &Signature) -> Result<(), AgreementError> {
-        let text = serde_json::to_vec(signature).expect("strings are JSON");
-        let parts: Vec<&[u8]> = text.chunks(PART_BYTES).collect();
-        for (i, part) in parts.iter().enumerate() {
-            self.put(&format!("part/{i}"), part)?;
-        }
-        self.put("parts", parts.len().to_string().as_bytes())
+fn read(exchange: &StoreExchange<'_>) -> Result<Signature, Failure> {
+    let unreadable = |e| Failure::Invalid(format!("rank 0 published an unreadable signature: {e}"));
+    let parts: usize = serde_json::from_slice(&exchange.of_rank_zero("parts")?).map_err(unreadable)?;
+    let mut text = Vec::new();
+    for i in 0..parts {
+        text.extend(exchange.of_rank_zero(&format!("part/{i}"))?);
     }
-
-    fn read(&self) -> Result<Signature, AgreementError> {
-        let unreadable = |cause: String| AgreementError::Unreadable { rank: 0, cause };
-        let parts = self.get("parts", 0)?;
-        let parts: usize = parts
-            .parse()
-            .map_err(|_| unreadable(format!("`{parts}` parts")))?;
-        let mut text = Vec::new();
-        for i in 0..parts {
-            text.extend(self.get_bytes(&format!("part/{i}"), 0)?);
-        }
-        serde_json::from_slice(&text).map_err(|e| unreadable(e.to_string()))
-    }
-
-    /// The first complaint of the others, published for all.
-    fn collect(&self) -> Result<String, AgreementError> {
-        let mut verdict = String::new();
-        for rank in 1..self.world_size {
-            verdict = self.get(&format!("rank/{rank}"), rank)?;
-            if verdict != AGREED {
-                break;
-            }
-        }
-        self.put("verdict", verdict.as_bytes())?;
-        Ok(verdict)
-    }
-
-    fn key(&self, key: &str) -> String {
-        format!("agreement/{}/{key}", self.name)
-    }
-
-    fn put(&self, key: &str, value: &[u8]) -> Result<(), AgreementError> {
-        let put = self.store.put(&self.key(key), value, self.deadline);
-        put.map_err(|source| AgreementError::Store {
-            what: "publishing".into(),
-            source,
-        })
-    }
-
-    fn get_bytes(&self, key: &str, rank: usize) -> Result<Vec<u8>, AgreementError> {
-        let got = self.store.wait_for(&self.key(key), self.deadline);
-        got.map_err(|source| AgreementError::Store {
-            what: format!("waiting for rank {rank}"),
-            source,
-        })
-    }
-
-    fn get(&self, key: &str, rank: usize) -> Result<String, AgreementError> {
-        let bytes = self.get_bytes(key, rank)?;
-        String::from_utf8(bytes).map_err(|e| AgreementError::Unreadable {
-            rank,
-            cause: e.to_string(),
-        })
-    }
+    serde_json::from_slice(&text).map_err(unreadable)
 }
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
+    use std::sync::Arc;
+
+    use ddp_proto::env::WorkerEnv;
+    use ddp_proto::ids::{GlobalRank, WorldSize};
 
     use super::*;
     use crate::session::MemoryStore;
 
-    fn check_all(signatures: &[Signature]) -> Vec<Result<(), AgreementError>> {
-        let store = MemoryStore::default();
+    /// Of a world of `ranks`, those that come with a signature.
+    fn check(ranks: u32, signatures: &[Signature], timeout: Duration) -> Vec<Result<(), AgreementError>> {
+        let store = Arc::new(MemoryStore::default());
+        let of_rank = |(rank, signature)| {
+            let env = WorkerEnv {
+                rank: GlobalRank(rank),
+                world_size: WorldSize(ranks),
+                ..WorkerEnv::single()
+            };
+            let session = Session::in_process(env, store.clone());
+            move || check_agreement(&session, "test", signature, timeout)
+        };
         std::thread::scope(|scope| {
-            let ranks: Vec<_> = signatures
-                .iter()
-                .enumerate()
-                .map(|(rank, signature)| {
-                    let store = &store;
-                    scope.spawn(move || {
-                        let agreement = Agreement {
-                            store,
-                            name: "test",
-                            rank,
-                            world_size: signatures.len(),
-                            deadline: Instant::now() + Duration::from_secs(30),
-                        };
-                        agreement.check(signature)
-                    })
-                })
+            let ranks: Vec<_> = (0..)
+                .zip(signatures)
+                .map(of_rank)
+                .map(|rank| scope.spawn(rank))
                 .collect();
             ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
         })
+    }
+
+    fn check_all(signatures: &[Signature]) -> Vec<Result<(), AgreementError>> {
+        check(signatures.len() as u32, signatures, Duration::from_secs(30))
     }
 
     fn signature(lr: f64, extra: Option<&str>) -> Signature {
@@ -290,21 +234,17 @@ mod tests {
         );
     }
 
+    /// Also by the ranks that wait for rank 0.
     #[test]
     fn a_rank_that_does_not_come_is_named() {
-        let agreement = Agreement {
-            store: &MemoryStore::default(),
-            name: "test",
-            rank: 0,
-            world_size: 2,
-            deadline: Instant::now(),
-        };
-        let error = agreement.check(&Signature::new()).unwrap_err();
-        assert!(
-            error
-                .to_string()
-                .contains("waiting for rank 1: no rank wrote key"),
-            "{error}"
-        );
+        let two = [Signature::new(), Signature::new()];
+        for outcome in check(3, &two, Duration::from_millis(200)) {
+            let error = outcome.unwrap_err().to_string();
+            let expected = "comparing the ranks before the first step: waited ";
+            assert!(
+                error.starts_with(expected) && error.contains(" ms for rank 2\n"),
+                "{error}"
+            );
+        }
     }
 }

@@ -2,14 +2,13 @@
 
 use std::net::{IpAddr, Ipv4Addr, ToSocketAddrs};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use crate::collective::nccl::{Membership, Nccl, NcclTransport};
 use crate::collective::{
-    CollectiveError, Communicator, Executor, Failure, Launch, RankInfo, SingleRank, Traffic, Transport,
-    WorkError, connect, name,
+    CollectiveError, Communicator, Executor, Failure, RankInfo, SingleRank, Transport, connect, name,
 };
-use crate::device::{ArenaSpec, CpuDevice, CudaDevice, DType, Device, DeviceError};
+use crate::device::{CudaDevice, Device};
 use crate::libraries::LibraryError;
 use crate::session::{Cancel, Session};
 
@@ -63,9 +62,6 @@ pub enum JoinError {
     /// What moves bytes between GPUs cannot be loaded.
     #[error(transparent)]
     Library(#[from] LibraryError),
-    /// The device failed.
-    #[error(transparent)]
-    Device(#[from] DeviceError),
 }
 
 /// Finds the other ranks, for buffers in host memory. Every rank of the generation must call it.
@@ -89,8 +85,6 @@ pub fn join_world_through(
 
 /// Finds the other ranks, for buffers on `device`, which on a GPU NCCL moves. Every rank of the generation must call
 /// it, all with the same kind of device.
-///
-/// Before NCCL, the ranks meet over shared memory and TCP: whoever does not come is named there, which NCCL cannot do.
 pub fn join_world_on(
     session: &Session,
     device: &Arc<dyn Device>,
@@ -107,7 +101,6 @@ pub fn join_world_on(
         return Ok(options.communicator(transport, &cancel));
     }
     let nccl = Nccl::load()?;
-    meet(session, options)?;
     let world = Membership {
         name: NAME.into(),
         rank,
@@ -118,22 +111,6 @@ pub fn join_world_on(
     let transport = NcclTransport::connect(&nccl, device, session.store(), world)
         .map_err(|failure| refused(session, &format!("connect by NCCL {}", nccl.version()), failure))?;
     Ok(options.communicator(Box::new(transport), &cancel))
-}
-
-/// Returns once all ranks have come.
-fn meet(session: &Session, options: &JoinOptions) -> Result<(), JoinError> {
-    let options = JoinOptions {
-        executor: Executor::Inline,
-        ..*options
-    };
-    let comm = join_world(session, &options)?;
-    let nothing = CpuDevice::new(1)?.alloc(&ArenaSpec::private("barrier", DType::U8, 0))?;
-    let barrier = comm.barrier(&nothing.whole(), Launch::now(Traffic::Other, "before NCCL"));
-    match barrier.wait(Instant::now() + options.timeout) {
-        Ok(_) => Ok(()),
-        Err(WorkError::Failed(error)) => Err(error.into()),
-        Err(WorkError::Pending(error)) => Err(error.into()),
-    }
 }
 
 /// The failure of a call that made no communicator.

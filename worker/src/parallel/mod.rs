@@ -16,7 +16,7 @@
 //! | [`Dtypes`] | which type is used where, in f32 and in mixed precision |
 //! | [`SyncBatchNorm`] | batch normalisation over the rows of all ranks |
 //! | [`join_world`], [`join_world_on`] | from a session to the communicator of all ranks, over host memory or a GPU's |
-//! | [`Signature`], [`Agreement`] | what all ranks must agree on before the first step |
+//! | [`Signature`], [`check_agreement`] | what all ranks must agree on before the first step |
 //! | [`TensorGroup`] | the ranks that hold a model together: sums and gathers activations for its blocks |
 //!
 //! A program of its own needs only [`join_world`], a list of [`GradSpec`]s and a [`Reducer`].
@@ -36,7 +36,7 @@ mod sharding;
 mod stage_messages;
 mod tensor;
 
-pub use agreement::{Agreement, AgreementError, Signature};
+pub use agreement::{AgreementError, Signature, check_agreement};
 pub use batch_norm::SyncBatchNorm;
 pub use comm_times::{CommTimes, CommTracker, DeviceTimes};
 pub use dtypes::Dtypes;

@@ -132,8 +132,8 @@ impl TrainError {
             // Operations that waited for a collective.
             | Self::Device(DeviceError::Upstream(_))
             | Self::Reduce(ReduceError::Device(DeviceError::Upstream(_)) | ReduceError::Poisoned(_)) => true,
-            Self::Agreement(AgreementError::Store { source, .. })
-            | Self::RunFiles(RunFilesError::Store(source)) => matches!(source, StoreError::Superseded(_)),
+            Self::Agreement(AgreementError::Failed(failure)) => failure.is_consequence(),
+            Self::RunFiles(RunFilesError::Store(source)) => matches!(source, StoreError::Superseded(_)),
             _ => self.collective().is_some_and(CollectiveError::is_consequence),
         }
     }
@@ -178,9 +178,7 @@ impl TrainError {
     /// True of memory that the device would lack at every try.
     pub fn never_fits(&self) -> bool {
         let device = match self {
-            Self::Device(error)
-            | Self::Reduce(ReduceError::Device(error))
-            | Self::Join(JoinError::Device(error)) => Some(error),
+            Self::Device(error) | Self::Reduce(ReduceError::Device(error)) => Some(error),
             _ => self.collective().and_then(|error| error.failure.device()),
         };
         matches!(device, Some(DeviceError::OutOfMemory { never_fits: true, .. }))

@@ -25,7 +25,7 @@ use crate::mesh::{MeshShape, SAMPLES};
 use crate::metrics::{Request, RunDir};
 use crate::ops::Cast;
 use crate::optim::{Clip, PIECE, StateMemory};
-use crate::parallel::{Agreement, GradientLayout, Parameters, Reducer, Signature};
+use crate::parallel::{GradientLayout, Parameters, Reducer, Signature, check_agreement};
 use crate::session::Session;
 
 /// Parts of the machine to use instead of what the configuration leads to.
@@ -362,13 +362,5 @@ fn agree(
             signature.field(kind.facts().name, version.map_err(DeviceError::from)?);
         }
     }
-    let (env, store) = (session.env(), session.store());
-    let agreement = Agreement {
-        store: store.as_ref(),
-        name: "start",
-        rank: env.rank.get() as usize,
-        world_size: env.world_size.get() as usize,
-        deadline: Instant::now() + timeout(config),
-    };
-    Ok(agreement.check(&signature)?)
+    Ok(check_agreement(session, "start", &signature, timeout(config))?)
 }

@@ -166,7 +166,7 @@ fn a_cancel_ends_the_search_for_peers() {
         let first = scope.spawn(|| world.connect(&places[0]).err());
         world
             .store
-            .wait_for("collective/0", Instant::now() + PATIENCE)
+            .wait_for("collective/rank/0", Instant::now() + PATIENCE)
             .unwrap();
         world.cancel.cancel("superseded");
         assert_eq!(
@@ -214,7 +214,10 @@ fn a_rank_that_cannot_be_reached_is_named_with_its_address() {
     let (address, _listener) = deaf_address();
     let card = serde_json::json!({"node": 0, "local": 0, "unix": "", "tcp": address});
     let card = serde_json::to_vec(&card).unwrap();
-    world.store.put("collective/0", &card, Instant::now()).unwrap();
+    world
+        .store
+        .put("collective/rank/0", &card, Instant::now())
+        .unwrap();
     let failure = world
         .connect(&world.places()[1])
         .err()
@@ -410,7 +413,7 @@ fn strangers_are_refused() {
         let first = scope.spawn(|| world.connect(&places[0]));
         let card = world
             .store
-            .wait_for("collective/0", Instant::now() + PATIENCE)
+            .wait_for("collective/rank/0", Instant::now() + PATIENCE)
             .unwrap();
         let card: serde_json::Value = serde_json::from_slice(&card).unwrap();
         let address: SocketAddr = card["tcp"].as_str().unwrap().parse().unwrap();

@@ -28,9 +28,9 @@ use super::topology::{Member, RankInfo, Topology};
 use crate::collective::error::Failure;
 use crate::collective::operation::{Descriptor, Operation, Request, slice};
 use crate::collective::transport::{SingleRank, Subgroup, Transport, check_members};
-use crate::collective::wait::{Pending, StoreExchange, Wait};
+use crate::collective::wait::{StoreExchange, Wait};
 use crate::device::{Arena, ArenaSpec, Device, Held, HostMemory};
-use crate::session::{Cancel, Entries, KeyValue};
+use crate::session::{Cancel, KeyValue};
 
 /// Size of a [`SetUpMessage`]; a longer refusal is cut.
 const MESSAGE_BYTES: usize = 1280;
@@ -54,9 +54,7 @@ pub fn connect(
     if info.world_size == 1 {
         return Ok(Box::new(SingleRank::new(info.rank)));
     }
-    let pending = Pending::register(WORLD, cancel);
-    pending.begin_set_up("connect");
-    let wait = Wait::new(timeout, cancel).reporting_to(&pending);
+    let wait = Wait::of_set_up("connect", WORLD, timeout, cancel);
     let remote = info.world_size - info.local_world_size;
     let (listener, address) = Listener::open(info, info.local_world_size, remote)?;
     let own = PublishedRank {
@@ -89,33 +87,17 @@ fn exchange_addresses(
         store,
         wait,
         what: "exchanging addresses with the other ranks",
+        prefix: "collective".into(),
+        rank: info.rank,
+        ranks: info.world_size,
     };
     let bytes = serde_json::to_vec(own).expect("an address has no map keys that could fail");
-    exchange.publish(&key(info.rank), &bytes)?;
-    let mut found = exchange.gather(PREFIX, info.world_size, |found| absent_keys(info, found))?;
-    let published = (0..info.world_size).map(|rank| {
-        let bytes = found.remove(&key(rank)).unwrap_or_default();
-        parse_address(rank, &bytes)
+    let published = exchange.all_gather(&bytes)?;
+    let published = published.iter().enumerate().map(|(rank, bytes)| {
+        let malformed = |e| Failure::Invalid(format!("rank {rank} published a malformed address: {e}"));
+        serde_json::from_slice(bytes).map_err(malformed)
     });
     published.collect()
-}
-
-fn parse_address(rank: usize, bytes: &[u8]) -> Result<PublishedRank, Failure> {
-    serde_json::from_slice(bytes)
-        .map_err(|e| Failure::Invalid(format!("rank {rank} published a malformed address: {e}")))
-}
-
-/// What the keys of all ranks begin with.
-const PREFIX: &str = "collective/";
-
-fn key(rank: usize) -> String {
-    format!("{PREFIX}{rank}")
-}
-
-/// Ranks without a key among these.
-fn absent_keys(info: &RankInfo, found: &Entries) -> Vec<usize> {
-    let ranks = 0..info.world_size;
-    ranks.filter(|rank| !found.contains_key(&key(*rank))).collect()
 }
 
 /// The ranks of this node must be as many as it has, each with another local rank.

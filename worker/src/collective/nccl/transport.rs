@@ -27,8 +27,9 @@ pub struct NcclTransport {
 
 impl NcclTransport {
     /// The transport of the whole world over GPUs. Every rank of the generation must call it, each with a GPU of its own.
-    /// `store` must be scoped to the job and the generation. It is also used when an operation times out, to find out which
-    /// rank is late. The time-out of `world` also bounds this call.
+    /// `store` must be scoped to the job and the generation: the ranks meet there before NCCL begins, which names no rank
+    /// that does not come. It is also used when an operation times out, to find out which rank is late. The time-out of
+    /// `world` also bounds this call.
     pub fn connect(
         nccl: &Nccl,
         device: &Arc<dyn Device>,
@@ -36,7 +37,7 @@ impl NcclTransport {
         world: Membership,
     ) -> Result<Self, Failure> {
         let (name, rank, size) = (world.name.clone(), world.rank, world.size());
-        let wait = Wait::new(world.timeout, &world.cancel);
+        let wait = Wait::of_set_up("connect", &name, world.timeout, &world.cancel);
         let stream = CommStream::new(device, &name)
             .ok_or_else(|| Failure::Invalid(format!("NCCL needs a GPU, the device is {}", device.name())))?;
         let id = exchange_id(nccl, &world, store.as_ref(), &wait)?;
@@ -67,8 +68,8 @@ impl Transport for NcclTransport {
 
     fn split(&mut self, subgroup: &Subgroup, wait: &Wait) -> Result<Box<dyn Transport>, Failure> {
         let (ours, stream) = (self.comm.membership(), self.comm.stream());
-        check_members(members, ours.rank, ours.size())?;
         let members = &subgroup.members;
+        check_members(members, ours.rank, ours.size())?;
         if members.len() == 1 {
             self.comm.split(None, 0, subgroup.pattern, wait)?;
             return Ok(Box::new(SingleRank::on_stream(ours.global())));
@@ -137,32 +138,30 @@ struct PublishedId {
     id: Vec<u8>,
 }
 
-/// The id at which the ranks of a new communicator meet: made by rank 0, which tells the others over the store.
+/// The id of a new communicator: made by rank 0 when all ranks have come, and told over the store.
 fn exchange_id(
     nccl: &Nccl,
     world: &Membership,
     store: &dyn KeyValue,
     wait: &Wait,
 ) -> Result<UniqueId, Failure> {
-    let key = format!("nccl/{}/meeting", world.name);
     let exchange = StoreExchange {
         store,
         wait,
         what: "exchanging the id of NCCL",
+        prefix: format!("nccl/{}", world.name),
+        rank: world.rank,
+        ranks: world.size(),
     };
-    let own = nccl.version().to_string();
-    if world.rank == 0 {
-        let id = nccl.unique_id()?;
+    let version = nccl.version().to_string();
+    let published = exchange.decide(b"here", |_| {
         let published = PublishedId {
-            version: own,
-            id: id.0.to_vec(),
+            version: version.clone(),
+            id: nccl.unique_id()?.0.to_vec(),
         };
-        let text = serde_json::to_vec(&published).expect("an id has no map keys that could fail");
-        exchange.publish(&key, &text)?;
-        return Ok(id);
-    }
-    let bytes = exchange.await_key(&key, 0)?;
-    published_id(&bytes, &own, nccl.path())
+        Ok(serde_json::to_vec(&published).expect("an id has no map keys that could fail"))
+    })?;
+    published_id(&published, &version, nccl.path())
 }
 
 /// The id that rank 0 has published, if its library is of this version.

@@ -13,7 +13,6 @@ use parking_lot::{Condvar, Mutex};
 use super::comm::{AbortReason, Comm, Membership, Observation};
 use super::flight_recorder::{Oldest, OperationPhase};
 use crate::collective::error::Failure;
-use crate::collective::wait::absent_ranks;
 use crate::device::DeviceError;
 use crate::session::{KeyValue, StoreError};
 
@@ -296,22 +295,41 @@ impl TimeoutReports {
         }
     }
 
-    /// The global ranks that have not published by `deadline` that they wait in `operation` too. If there is none, those that
-    /// the store could not be asked for; all that it waits for if every rank waits.
+    /// The global ranks that have not published by `deadline` that they wait in `operation` too. All that it waits for if every
+    /// rank waits, or the store is out of reach.
     fn late_ranks(&self, membership: &Membership, operation: &Oldest, deadline: Instant) -> Vec<usize> {
         let (awaited, name) = (membership.awaited(operation.peer), operation.common_name());
-        let waits = |rank| {
-            let theirs = self.0.get(&key(membership, rank), deadline)?;
-            Ok(theirs.is_some_and(|theirs| theirs == name.as_bytes()))
-        };
-        let (absent, unknown) = absent_ranks(&awaited, deadline, waits);
-        let mut named = [absent, unknown, awaited].into_iter();
-        named.find(|ranks| !ranks.is_empty()).unwrap_or_default()
+        let key = |rank: &usize| key(membership, *rank);
+        loop {
+            let is_over = Instant::now() >= deadline;
+            let Ok(Some(found)) = self.0.gather(&prefix(membership), 0, deadline) else {
+                return awaited;
+            };
+            // A look at all, then a wait for one of those without a report: not a request for each.
+            let absent = awaited.iter().find(|rank| !found.contains_key(&key(rank)));
+            if let Some(absent) = absent.filter(|_| !is_over) {
+                // A store that fails here fails the next look too.
+                let _ = self.0.get(&key(absent), deadline);
+                continue;
+            }
+            let waits = |rank: &usize| {
+                found
+                    .get(&key(rank))
+                    .is_some_and(|theirs| theirs == name.as_bytes())
+            };
+            let late: Vec<usize> = awaited.iter().copied().filter(|rank| !waits(rank)).collect();
+            return if late.is_empty() { awaited } else { late };
+        }
     }
 }
 
+/// What the keys of a communicator's ranks begin with. Other groups of its name have other members.
+fn prefix(membership: &Membership) -> String {
+    format!("nccl/{} of {}/waits/", membership.name, membership.members[0])
+}
+
 fn key(membership: &Membership, rank: usize) -> String {
-    format!("nccl/{}/waits/{rank}", membership.name)
+    format!("{}{rank}", prefix(membership))
 }
 
 #[cfg(test)]
@@ -421,9 +439,9 @@ mod tests {
     fn ranks_that_wait_too_are_not_named() {
         let store: Arc<dyn KeyValue> = Arc::new(MemoryStore::default());
         let deadline = Instant::now() + REPORT_TIMEOUT;
-        store.put("nccl/world/waits/5", b"17", deadline).unwrap();
+        store.put("nccl/world of 4/waits/5", b"17", deadline).unwrap();
         // Rank 6 waits in an operation before.
-        store.put("nccl/world/waits/6", b"16", deadline).unwrap();
+        store.put("nccl/world of 4/waits/6", b"16", deadline).unwrap();
         assert_eq!(
             TimeoutReports(store).late_ranks(&member(0), &late(), deadline),
             [6]
@@ -442,7 +460,9 @@ mod tests {
         };
         let reports = TimeoutReports(store.clone());
         assert_eq!(reports.late_ranks(&member(0), &message, deadline), [5]);
-        store.put("nccl/world/waits/5", b"`1RECV_F2`", deadline).unwrap();
+        store
+            .put("nccl/world of 4/waits/5", b"`1RECV_F2`", deadline)
+            .unwrap();
         assert_eq!(reports.late_ranks(&member(0), &message, deadline), [5]);
     }
 

@@ -2,7 +2,6 @@
 //! one that wrote it. Published weights count at the beginning of a run only.
 
 use std::path::Path;
-use std::time::Instant;
 
 use ddp_proto::words::grouped;
 use serde_json::Value;
@@ -11,7 +10,7 @@ use crate::checkpoint::{Reader, State, Which};
 use crate::config::{self, TrainConfig};
 use crate::data::ORDER_VERSION;
 use crate::model::{Model, ModelPart};
-use crate::parallel::{Agreement, Dtypes, Signature};
+use crate::parallel::{Dtypes, Signature, check_agreement};
 use crate::pretrained::PretrainedWeights;
 use crate::session::Session;
 use crate::train::TrainError;
@@ -58,15 +57,7 @@ impl Origin {
         let weights = PretrainedWeights::open(path, &config.model, &model.all_params)?;
         let mut signature = Signature::new();
         signature.field("content of `model.init_from`", weights.fingerprint()?);
-        let (env, store) = (session.env(), session.store());
-        let agreement = Agreement {
-            store: store.as_ref(),
-            name: "initial weights",
-            rank: env.rank.get() as usize,
-            world_size: env.world_size.get() as usize,
-            deadline: Instant::now() + timeout(config),
-        };
-        agreement.check(&signature)?;
+        check_agreement(session, "initial weights", &signature, timeout(config))?;
         Ok(Self::Pretrained(weights))
     }
 

@@ -34,7 +34,10 @@ impl KeyValue for Elsewhere<'_> {
 
     fn gather(&self, prefix: &str, count: usize, deadline: Instant) -> Result<Option<Entries>, StoreError> {
         let mut found = self.store.gather(prefix, count, deadline)?;
-        if let Some(bytes) = found.as_mut().and_then(|found| found.get_mut("collective/0")) {
+        if let Some(bytes) = found
+            .as_mut()
+            .and_then(|found| found.get_mut("collective/rank/0"))
+        {
             let mut card: serde_json::Value = serde_json::from_slice(bytes).unwrap();
             card["tcp"] = self.address.to_string().into();
             *bytes = serde_json::to_vec(&card).unwrap();
@@ -46,7 +49,7 @@ impl KeyValue for Elsewhere<'_> {
 /// Where rank 0 listens for other nodes.
 fn address(world: &World) -> SocketAddr {
     let deadline = Instant::now() + PATIENCE;
-    let card = world.store.wait_for("collective/0", deadline).unwrap();
+    let card = world.store.wait_for("collective/rank/0", deadline).unwrap();
     let card: serde_json::Value = serde_json::from_slice(&card).unwrap();
     let mut keys: Vec<&String> = card.as_object().unwrap().keys().collect();
     keys.sort();
@@ -205,8 +208,8 @@ fn a_rank_with_another_key_is_no_rank() {
         // It does not say who it is to the store: that it could not, as it is no member.
         let store = MemoryStore::default();
         let now = Instant::now();
-        let card = world.store.wait_for("collective/0", now + PATIENCE).unwrap();
-        store.put("collective/0", &card, now).unwrap();
+        let card = world.store.wait_for("collective/rank/0", now + PATIENCE).unwrap();
+        store.put("collective/rank/0", &card, now).unwrap();
         let error = connect(&stranger, &store, &world.cancel, Duration::from_millis(500)).err();
         let Some(Failure::TimedOut { waiting_for, .. }) = error else {
             panic!("{error:?}");
@@ -225,7 +228,10 @@ fn a_proof_that_is_sent_back_is_none() {
     };
     let card = serde_json::json!({"node": 0, "local": 0, "unix": "", "tcp": "127.0.0.1:1"});
     let card = serde_json::to_vec(&card).unwrap();
-    world.store.put("collective/0", &card, Instant::now()).unwrap();
+    world
+        .store
+        .put("collective/rank/0", &card, Instant::now())
+        .unwrap();
     let error = std::thread::scope(|scope| {
         let caller = scope.spawn(|| connect(&world.places()[1], &elsewhere, &world.cancel, PATIENCE).err());
         let (mut stream, _) = fake.accept().unwrap();
@@ -270,7 +276,10 @@ fn a_flood_of_callers_does_not_outlast_the_deadline() {
     // Rank 1 is known, and does not come.
     let card = serde_json::json!({"node": 1, "local": 0, "unix": "", "tcp": "127.0.0.2:1"});
     let card = serde_json::to_vec(&card).unwrap();
-    world.store.put("collective/1", &card, Instant::now()).unwrap();
+    world
+        .store
+        .put("collective/rank/1", &card, Instant::now())
+        .unwrap();
     let is_over = AtomicBool::new(false);
     std::thread::scope(|scope| {
         let first = scope.spawn(|| {
@@ -306,6 +315,6 @@ fn without_a_key_no_rank_of_another_node_is_let_in() {
         error.starts_with("the assignment has no key for the connections between nodes\n  hint: "),
         "{error}"
     );
-    let published = world.store.get("collective/0", Instant::now()).unwrap();
+    let published = world.store.get("collective/rank/0", Instant::now()).unwrap();
     assert!(published.is_none(), "it does not listen");
 }
