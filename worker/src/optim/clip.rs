@@ -14,7 +14,7 @@ use crate::collective::{Communicator, Launch, Traffic, Work};
 use crate::config::Train;
 use crate::device::{Arena, ArenaSpec, Buffer, Compute, DType};
 use crate::ops::{CHUNK, ClipScale, SquaredNorm, UPDATE_NUMBERS, Updates};
-use crate::parallel::{ArenaShare, NormOrder, ReduceError, ReplicaSet, ShardUnit, Sharding};
+use crate::parallel::{ArenaShare, NormOrder, ReduceError, ReplicaSet, Sharding};
 
 /// Memory for the norm of the gradients of a model.
 pub struct Clip {
@@ -22,8 +22,6 @@ pub struct Clip {
     max_norm: Option<f32>,
     betas: [f32; 2],
     sharding: Arc<Sharding>,
-    /// Units of which this rank counts something.
-    counted: Vec<usize>,
     /// The ranks that have the rest.
     owners: Option<Communicator>,
     /// Sums of squares, one a chunk: one slice a rank, in the order of its shard.
@@ -70,8 +68,6 @@ impl Clip {
         };
         let places = private("order of the chunks", DType::I32, order.places().len())?.whole();
         compute.upload(&places, order.places());
-        let units = sharding.units().iter().enumerate();
-        let is_counted = |unit: &ShardUnit| unit.params.iter().any(|id| set.is_counted(*id));
         let clip = Self {
             own_sums: sums.slice(first..first + sharding.shard_len() / CHUNK),
             sums,
@@ -83,10 +79,6 @@ impl Clip {
             compute: compute.clone(),
             max_norm: train.grad_clip,
             betas: train.optimizer.betas(),
-            counted: units
-                .filter(|(_, unit)| is_counted(unit))
-                .map(|(index, _)| index)
-                .collect(),
             sharding: sharding.clone(),
         };
         clip.resume(0);
@@ -109,7 +101,7 @@ impl Clip {
     /// operation that the stream must wait for before [`Clip::finish`]. Every rank must call it.
     #[must_use]
     pub fn measure(&self, grads: &ArenaShare) -> Option<Work> {
-        for &unit in &self.counted {
+        for unit in 0..self.sharding.units().len() {
             let place = self.sharding.own_ranges(unit);
             let chunks = place.shard.start / CHUNK..place.shard.end / CHUNK;
             self.compute.enqueue(SquaredNorm {

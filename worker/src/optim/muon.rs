@@ -42,10 +42,6 @@ pub(super) fn is_hidden_matrix(spec: &ParamSpec) -> bool {
 /// The matrices of the blocks, and memory to make one of them orthogonal.
 pub(super) struct Muon {
     device: Arc<dyn Device>,
-    /// The ranks that hold the same matrices or parts of them.
-    holders: Communicator,
-    /// The ranks that own the parts of one copy; none where this rank owns everything.
-    shards: Option<Communicator>,
     momentum: Arc<UpdateRule>,
     gatherings: Vec<Gathering>,
     /// `d` of what is gathered together, and then the update.
@@ -56,6 +52,10 @@ pub(super) struct Muon {
 /// Matrices that are updated together: those of a unit of the sharding, or of a block.
 struct Gathering {
     name: String,
+    /// The ranks that hold the same matrices or parts of them.
+    holders: Communicator,
+    /// The ranks that own the parts of one copy; none where this rank owns everything.
+    shards: Option<Communicator>,
     /// Elements, padding included.
     len: usize,
     matrices: Vec<GatheredMatrix>,
@@ -83,7 +83,7 @@ impl Muon {
         config: &OptimizerConfig,
     ) -> Result<Self, ReduceError> {
         let groups = ParamGroups::of(config, params);
-        let gatherings = gatherings(sharding, set.all.size(), params, &groups);
+        let gatherings = gatherings(sharding, set, params, &groups);
         let lens = gatherings.iter().map(|gathering| gathering.len);
         let spec = ArenaSpec::on_node("directions of matrices", DType::F32, lens.max().unwrap_or(0));
         let matrices = gatherings.iter().flat_map(|gathering| &gathering.matrices);
@@ -92,8 +92,6 @@ impl Muon {
             orthogonal: Orthogonal::new(device, shapes)?,
             direction: set.all.alloc_shared(device, &spec)?.whole(),
             device: device.clone(),
-            holders: set.all.clone(),
-            shards: (sharding.world() > 1).then(|| set.reduce.clone()),
             momentum: muon_momentum(config.momentum(), config.nesterov()),
             gatherings,
         })
@@ -101,8 +99,12 @@ impl Muon {
 
     /// Puts the update of all matrices on the stream. Returns the exchanges that it waits for. Every rank must call it.
     pub(super) fn step(&self, stream: Stream, memory: &StepMemory<'_>) -> Vec<Work> {
-        let (mut exchanges, rank) = (Vec::new(), self.holders.rank());
-        for Gathering { name, len, matrices } in &self.gatherings {
+        let mut exchanges = Vec::new();
+        for gathering in &self.gatherings {
+            let Gathering {
+                name, len, holders, ..
+            } = gathering;
+            let (matrices, rank) = (&gathering.matrices, holders.rank());
             let direction = self.direction.slice(0..*len);
             let own = |matrix: &GatheredMatrix| {
                 let OwnPiece { elements, place, .. } = matrix.own.clone()?;
@@ -123,22 +125,20 @@ impl Muon {
             });
             self.device.enqueue_all(stream, momenta.collect());
             let launch = || Launch::after(self.device.record(stream), Traffic::Other, name);
-            let gathered = self
-                .shards
-                .iter()
-                .map(|shards| shards.all_gather(&direction, launch()));
-            exchanges.extend(self.awaited(stream, gathered.collect()));
+            let shards = gathering.shards.iter();
+            let gathered = shards.map(|shards| shards.all_gather(&direction, launch()));
+            exchanges.extend(self.awaited(stream, gathered.collect(), holders));
             for matrix in matrices.iter().filter(|matrix| matrix.owner == rank) {
                 let direction = direction.slice(matrix.home.clone());
                 let ops = self.orthogonal.replace(&direction, &matrix.shapes);
                 self.device.enqueue_all(stream, ops);
             }
-            if self.holders.size() > 1 {
+            if holders.size() > 1 {
                 let sent = matrices.iter().map(|GatheredMatrix { home, owner, .. }| {
                     let direction = direction.slice(home.clone());
-                    self.holders.broadcast(&direction, *owner, launch())
+                    holders.broadcast(&direction, *owner, launch())
                 });
-                exchanges.extend(self.awaited(stream, sent.collect()));
+                exchanges.extend(self.awaited(stream, sent.collect(), holders));
             }
             let updates = matrices.iter().filter_map(|matrix| {
                 let (direction, place) = own(matrix)?;
@@ -155,24 +155,25 @@ impl Muon {
     }
 
     /// Exchanges that are under way: what follows on the stream comes after them.
-    fn awaited(&self, stream: Stream, exchanges: Vec<Work>) -> Vec<Work> {
+    fn awaited(&self, stream: Stream, exchanges: Vec<Work>, holders: &Communicator) -> Vec<Work> {
         for work in &exchanges {
-            (self.device).wait_event(stream, work.event(), self.holders.deadline());
+            (self.device).wait_event(stream, work.event(), holders.deadline());
         }
         exchanges
     }
 }
 
-/// The matrices by what is updated together, alike on all `ranks` that hold them.
+/// The matrices by what is updated together, alike on all ranks that hold them.
 fn gatherings(
     sharding: &Sharding,
-    ranks: usize,
+    set: &ReplicaSet,
     params: &[ParamSpec],
     groups: &ParamGroups,
 ) -> Vec<Gathering> {
-    let (own, is_sharded) = (sharding.own_pieces(), sharding.world() > 1);
-    let (mut gatherings, mut owners) = (Vec::new(), (0..ranks).cycle());
+    let own = sharding.own_pieces();
+    let (mut gatherings, mut owners) = (Vec::new(), 0..);
     for unit in sharding.units() {
+        let (is_sharded, state) = (unit.ranks > 1, set.group(&unit.axes));
         let is_hidden = |id: &ParamId| is_hidden_matrix(&params[id.0]);
         let hidden: Vec<ParamId> = unit.params.iter().copied().filter(is_hidden).collect();
         let is_together = |a: &ParamId, b: &ParamId| is_sharded || params[a.0].group == params[b.0].group;
@@ -186,12 +187,14 @@ fn gatherings(
             let matrices = ids.iter().zip(&mut owners).map(|(&id, owner)| GatheredMatrix {
                 shapes: shapes(&params[id.0]),
                 home: home(id).start - all.start..home(id).end - all.start,
-                owner,
+                owner: owner % state.all.size(),
                 own: own.iter().find(|piece| piece.param == id).cloned(),
                 rates: groups.index(id.0),
             });
             gatherings.push(Gathering {
                 name: format!("momentum from `{}`", params[ids[0].0].key),
+                holders: state.all.clone(),
+                shards: is_sharded.then(|| state.shard.clone()),
                 len: all.len(),
                 matrices: matrices.collect(),
             });

@@ -1,24 +1,24 @@
 //! Where each gradient lies in the arena, and which bucket it is reduced with.
 //!
 //! Gradients lie in the order in which backward finishes them, so a bucket is a contiguous range, reduced in place.
-//! Within a group those of the same roles lie together, and what two stages of a pipeline share comes last, as its sum
-//! waits for both. The layout is a pure function of sizes, roles, order, bucket sizes and world size: right from step 0,
-//! never rebuilt from what one rank saw. All synchronisation modes share it, so they add the same numbers in the same
-//! order.
+//! Within a group those of the same roles lie together, those of a [`super::StateGroup`] side by side, and what two
+//! stages of a pipeline share comes last, as its sum waits for both. The layout is a pure function of sizes, roles, order,
+//! bucket sizes and world size: right from step 0, never rebuilt from what one rank saw. All synchronisation modes share
+//! it, so they add the same numbers in the same order.
 //!
 //! The order is cut into *pieces*: neighbours of one group and of the same roles, no more than a bucket may hold. Where a
 //! piece begins and ends depends on its group and on the bucket size, never on what comes before. A piece begins a new
-//! [`CHUNK`], a bucket consists of whole pieces, and is padded to a multiple of world size × [`CHUNK`] elements. So equal
-//! slices of a bucket, of a group or of the part of a bucket that is of one group are whole chunks of the global norm;
-//! and a stage of a pipeline has the same chunks as the whole model ([`GradientLayout::chunks_in`]). The norm does not
-//! depend on who holds what. Padding is zero and stays zero: nobody writes it, and sums, moments and updates of zeros
-//! are zeros.
+//! [`CHUNK`], a bucket consists of whole pieces of one [`super::StateGroup`], and is padded to a multiple of world size ×
+//! [`CHUNK`] elements. So equal slices of a bucket, of a group or of the part of a bucket that is of one group are whole
+//! chunks of the global norm; and a stage of a pipeline has the same chunks as the whole model
+//! ([`GradientLayout::chunks_in`]). The norm does not depend on who holds what. Padding is zero and stays zero: nobody
+//! writes it, and sums, moments and updates of zeros are zeros.
 
 use std::collections::HashMap;
 use std::fmt::Write as _;
 use std::ops::Range;
 
-use super::Dtypes;
+use super::{Dtypes, summed_over};
 use crate::config::Parallel;
 use crate::device::DType;
 use crate::mesh::Axis;
@@ -367,11 +367,14 @@ fn memory_order(specs: &[GradSpec], order: &[ParamId]) -> Vec<ParamId> {
     groups.flat_map(|group| by_roles(specs, group)).collect()
 }
 
-/// Puts parameters of the same roles together, in the order in which backward finishes the last one of each role.
+/// Puts parameters of the same roles together, and those that are summed over the same axes, in the order in which
+/// backward finishes the last one of each.
 fn by_roles(specs: &[GradSpec], group: &[ParamId]) -> Vec<ParamId> {
     let is_alike = |a: &ParamId, b: &ParamId| specs[a.0].roles == specs[b.0].roles;
+    let axes = |id: &ParamId| summed_over(&specs[id.0].roles);
     let mut ids = group.to_vec();
     ids.sort_by_key(|id| group.iter().rposition(|last| is_alike(last, id)));
+    ids.sort_by_key(|id| group.iter().rposition(|last| axes(last) == axes(id)));
     ids
 }
 
@@ -401,7 +404,8 @@ fn pieces(specs: &[GradSpec], order: &[ParamId], config: &LayoutConfig) -> Vec<V
     pieces
 }
 
-/// Buckets of neighbouring pieces: each as full as its size allows, a larger piece alone.
+/// Buckets of neighbouring pieces that are summed over the same axes: each as full as its size allows, a larger piece
+/// alone.
 fn packed<'a>(
     specs: &[GradSpec],
     pieces: &'a [Vec<ParamId>],
@@ -411,6 +415,7 @@ fn packed<'a>(
         let elements: usize = piece.iter().map(|id| specs[id.0].len()).sum();
         elements * config.dtype.bytes()
     };
+    let axes = |piece: &[ParamId]| summed_over(&specs[piece[0].0].roles);
     let mut buckets = Vec::new();
     let mut start = 0;
     while start < pieces.len() {
@@ -421,7 +426,7 @@ fn packed<'a>(
         let mut bytes = bytes_of(&pieces[start]);
         let further = pieces[start + 1..].iter().take_while(|piece| {
             bytes += bytes_of(piece);
-            bytes <= capacity
+            bytes <= capacity && axes(piece) == axes(&pieces[start])
         });
         let end = start + 1 + further.count();
         buckets.push(&pieces[start..end]);

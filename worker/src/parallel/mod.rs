@@ -6,7 +6,7 @@
 //! | [`Reducer`] | sums gradients over the ranks while they are being computed; knows no models |
 //! | [`Step`], [`Reduced`] | its two phases: gradients are written, then sums are read |
 //! | [`Sharding`], [`ArenaShare`] | which rank owns which elements, where not every rank holds everything |
-//! | [`ReplicaSet`], [`CopyGroup`] | who sums, owns, counts and writes a parameter |
+//! | [`ReplicaSet`], [`StateGroup`], [`CopyGroup`] | who sums, owns, counts and writes a parameter |
 //! | [`NormOrder`] | in which order the norm of all ranks is summed |
 //! | [`Parameters`] | what a rank owns of the parameters, gathered for as long as [`ReshardPolicy`] says |
 //! | [`TensorGroup`] | what the ranks of a tensor group exchange within a layer |
@@ -45,7 +45,7 @@ pub use layout::{Bucket, GradSpec, GradientLayout, LayoutConfig, LayoutError};
 pub use norm_order::NormOrder;
 pub use parameters::{Difference, Parameters, ReshardPolicy};
 pub use reduction::{ReduceError, Reduced, Reducer, ReducerConfig, Step};
-pub use replica_set::{CopyGroup, ONE_COPY, ReplicaSet, is_counted};
+pub use replica_set::{CopyGroup, MODEL_AXES, ReplicaSet, StateGroup, is_counted, one_copy, summed_over};
 pub use sharding::{ArenaRanges, ArenaShare, OwnPiece, ShardUnit, Sharding};
 pub use stage_messages::{Arrival, MessageShape, StageMessages};
 pub use tensor::TensorGroup;

@@ -12,7 +12,8 @@
 //! Under ZeRO-3 gathered units lie in *slots*, shared with the other ranks: two that ordinary blocks take in turns, and
 //! one of its own for each unit that several blocks use, or that shares its block with others. A slot is released and
 //! reused in stream order. Small units may persist: gathered after every update instead of in every pass. A norm or a
-//! bias needs none of this: it travels with its block's unit and costs no operation of its own.
+//! bias needs none of this: it travels with its block's unit and costs no operation of its own. A unit that is cut over one
+//! rank is read where it is owned.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -22,7 +23,7 @@ use parking_lot::Mutex;
 
 use super::comm_times::CommTracker;
 use super::reduction::slots_for;
-use super::{ArenaRanges, ArenaShare, ReduceError, ReplicaSet, Sharding};
+use super::{ArenaRanges, ArenaShare, ReduceError, ReplicaSet, Sharding, summed_over};
 use crate::collective::{CollectiveError, Communicator, Launch, Traffic, Work, WorkError};
 use crate::device::{Arena, ArenaSpec, Buffer, Compute, DType, Device, DeviceError};
 use crate::model::{Model, ParamId, Params, Pass};
@@ -72,7 +73,7 @@ struct Gathered {
 }
 
 impl Parameters {
-    /// Zeros. Every rank must call it. `comm` gathers over [`ReplicaSet::reduce`]: best it is one that only parameters
+    /// Zeros. Every rank must call it. `comm` gathers over [`super::StateGroup::shard`]: best it is one that only parameters
     /// use, so that gathering overlaps with the reduction of gradients.
     pub fn new(
         (set, comm): (&ReplicaSet, &Communicator),
@@ -287,6 +288,9 @@ impl Parameters {
 impl Params for Parameters {
     fn get(&self, id: ParamId) -> Buffer {
         let (unit, range) = self.sharding.unit_range(id);
+        if self.sharding.units()[unit].ranks == 1 {
+            return self.own.slice(&self.sharding.own_ranges(unit)).slice(range);
+        }
         let gathered = self.gathered.lock();
         let there = gathered[unit].as_ref();
         let slot = there.expect("a block lists the parameters that it reads").slot;
@@ -347,7 +351,7 @@ impl Compared {
                     whole: sharding.whole_range(id),
                     shard: 0..0,
                 };
-                let all = (0..sharding.params()).map(ParamId);
+                let all = (0..model.params.len()).map(ParamId);
                 all.map(|id| (id, place(id))).collect()
             }
             ArenaShare::Shard(_) => {
@@ -356,11 +360,15 @@ impl Compared {
             }
         };
         held.sort_by_key(|(id, _)| *id);
-        let data = match own {
-            ArenaShare::Whole(_) => Some(&set.all),
-            ArenaShare::Shard(_) => set.copies.as_ref(),
-        };
-        let with_data = data.map(|comm| (comm, held.iter().collect::<Vec<_>>()));
+        let with_data = set.groups.iter().filter_map(|group| {
+            let comm = match own {
+                ArenaShare::Whole(_) => Some(&group.all),
+                ArenaShare::Shard(_) => group.copies.as_ref(),
+            };
+            let has = |id: ParamId| group.axes == summed_over(&model.params[id.0].roles);
+            let of_group = held.iter().filter(|(id, _)| has(*id));
+            Some((comm?, of_group.collect::<Vec<_>>()))
+        });
         // A tied embedding is a unit of its own, so that its copies are sharded alike.
         let with_others = set.copy_groups.iter().map(|group| {
             let shared = held.iter().filter(|(id, _)| group.held.contains(id));
@@ -445,11 +453,13 @@ impl GatherPlan {
         let elements =
             |params: &[ParamId]| -> usize { params.iter().map(|id| model.params[id.0].len()).sum() };
         let persists: Vec<bool> = (sharding.units().iter())
-            .map(|unit| elements(&unit.params) < persist_below)
+            .map(|unit| unit.ranks > 1 && elements(&unit.params) < persist_below)
             .collect();
+        let axes = |unit: usize| &sharding.units()[unit].axes;
         let apart = |unit: usize| {
             let mut users = forward.iter().filter(|units| units.contains(&unit));
-            users.next().is_none_or(|units| units.len() > 1) || users.next().is_some()
+            let is_other = |other: &usize| *other != unit && axes(*other) == axes(unit);
+            users.next().is_some_and(|units| units.iter().any(is_other)) || users.next().is_some()
         };
         Self {
             kept: (0..count).map(kept).collect(),
@@ -475,8 +485,11 @@ impl GatherPlan {
 
     /// Sizes of the slots that gathered units lie in, and those that each unit may take.
     fn slots(&self, sharding: &Sharding) -> (Vec<usize>, Vec<Range<usize>>) {
-        let lens = sharding.units().iter().map(|unit| unit.whole.len());
-        slots_for(&lens.zip(self.apart.iter().copied()).collect::<Vec<_>>())
+        let units = sharding.units().iter().zip(&self.apart).map(|(unit, apart)| {
+            let len = if unit.ranks > 1 { unit.whole.len() } else { 0 };
+            (len, (!apart).then(|| unit.axes.clone()))
+        });
+        slots_for(&units.collect::<Vec<_>>())
     }
 
     /// Units that the pass after this one reads.

@@ -1,12 +1,17 @@
 //! Which ranks sum, own, count and write a parameter. This follows from its role along each axis of the mesh.
 //!
-//! All gradients are summed over the data-parallel ranks ([`GRADIENTS`]): over `shard` they are reduce-scattered, so that
-//! each rank owns a slice, over `replicate` all-reduced. That is DDP where `shard` has one rank, ZeRO (FSDP) where
+//! Gradients are summed over the data-parallel ranks ([`GRADIENTS`]): over `shard` they are reduce-scattered, so that each
+//! rank owns a slice, over `replicate` all-reduced. That is DDP where `shard` has one rank, ZeRO (FSDP) where
 //! `replicate` has one, and hybrid sharding (HSDP; Zhao et al. 2023) where both have several: reduce-scatter over the
 //! shard group, then once a step an all-reduce of each shard over the replicate group. Sums run in rank order within a
 //! shard group, then in the order of the groups.
 //!
-//! Along the other axes parameters differ ([`AxisRole`]):
+//! Along a data-parallel axis a parameter may be cut instead: each rank holds another part of it, or another parameter, and
+//! has the whole gradient of that. So it is summed over the ranks along the other axis only, and sharded over no rank that
+//! holds something else. Parameters that are summed over the same axes ([`summed_over`]) are a [`StateGroup`]; their units
+//! lie side by side in the same arenas, and every unit is reduced by its group. A dense model has one group.
+//!
+//! Along the other axes parameters differ too ([`AxisRole`]):
 //!
 //! | role along `tensor` or `pipeline` | its gradient | counted in the norm, written to a checkpoint |
 //! |---|---|---|
@@ -27,39 +32,92 @@ use crate::collective::{CollectiveError, Communicator};
 use crate::mesh::{Axis, GRADIENTS, Mesh};
 use crate::model::{AxisRole, ParamId, ParamSpec};
 
-/// The axes along which ranks hold one copy of the model together.
-pub const ONE_COPY: [Axis; 3] = [Axis::Pipeline, Axis::Shard, Axis::Tensor];
+/// The axes other than the data-parallel ones: of the copies along them, the first rank writes.
+pub const MODEL_AXES: [Axis; 2] = [Axis::Tensor, Axis::Pipeline];
 
-/// The axes other than the data-parallel ones: along these parameters have roles of their own.
-const MODEL: [Axis; 2] = [Axis::Tensor, Axis::Pipeline];
+/// What the ranks along each of [`Axis::ALL`] hold of a parameter.
+type Roles = [AxisRole; Axis::ALL.len()];
 
-/// True on one of the ranks that hold copies of the same parameter along the axes other than `replicate`: it counts the
-/// parameter in the norm and writes it. `index` is where the rank stands along an axis.
-pub fn is_counted(roles: &[AxisRole; Axis::ALL.len()], index: impl Fn(Axis) -> usize) -> bool {
-    let is_only = |axis: Axis| roles[axis as usize] == AxisRole::Cut || index(axis) == 0;
-    MODEL.into_iter().all(is_only)
+/// The data-parallel axes over which the gradient of a parameter with these roles is summed.
+///
+/// # Panics
+/// If data-parallel ranks would have equal gradients.
+pub fn summed_over(roles: &Roles) -> Vec<Axis> {
+    let is_partial = |axis: &Axis| match roles[*axis as usize] {
+        AxisRole::PartialGradients => true,
+        AxisRole::Cut => false,
+        AxisRole::EqualGradients => unreachable!("data-parallel ranks read different samples"),
+    };
+    GRADIENTS.into_iter().filter(is_partial).collect()
+}
+
+/// The axes along which ranks hold one copy of the model together, given all its parameters. The ranks along `replicate`
+/// hold copies, unless a parameter is cut there.
+pub fn one_copy(model: &[ParamSpec]) -> Vec<Axis> {
+    let is_cut = |axis| {
+        model
+            .iter()
+            .any(|spec| spec.roles[axis as usize] == AxisRole::Cut)
+    };
+    let axes = Axis::ALL.into_iter();
+    axes.filter(|&axis| axis != Axis::Replicate || is_cut(axis))
+        .collect()
+}
+
+/// True on one of the ranks that hold copies of the same elements along `axes`: along [`one_copy`] it counts them in the
+/// norm, along [`MODEL_AXES`] it writes them. `index` is where the rank stands along an axis.
+pub fn is_counted(roles: &Roles, axes: &[Axis], index: impl Fn(Axis) -> usize) -> bool {
+    let is_cut = |axis: Axis| axis == Axis::Shard || roles[axis as usize] == AxisRole::Cut;
+    axes.iter().all(|&axis| is_cut(axis) || index(axis) == 0)
+}
+
+/// The ranks that sum the gradients of some parameters, and own slices or copies of these. Clones are the same ranks.
+#[derive(Clone)]
+pub struct StateGroup {
+    /// The axes that they are along ([`summed_over`]).
+    pub axes: Vec<Axis>,
+    /// All of them.
+    pub all: Communicator,
+    /// The ranks of the first reduction where they own slices of the sums; else all.
+    pub shard: Communicator,
+    /// The ranks along `replicate`, which hold copies of what this rank owns: its slice of the sums is added up over these
+    /// after that. None if it is the only one.
+    pub copies: Option<Communicator>,
+}
+
+impl StateGroup {
+    /// Every rank of the mesh must call it.
+    fn new(mesh: &Mesh, axes: Vec<Axis>) -> Result<Self, CollectiveError> {
+        let all = several(mesh, &axes)?.map_or_else(|| mesh.group(&axes), Ok)?;
+        let if_summed = |axis| several(mesh, axes.contains(&axis).then_some(axis).as_slice());
+        Ok(Self {
+            shard: if_summed(Axis::Shard)?.unwrap_or_else(|| all.clone()),
+            copies: if_summed(Axis::Replicate)?,
+            all,
+            axes,
+        })
+    }
+}
+
+/// The ranks along those of `axes` that have several; none if none has.
+fn several(mesh: &Mesh, axes: &[Axis]) -> Result<Option<Communicator>, CollectiveError> {
+    let several = axes.iter().copied().filter(|&axis| mesh.size(&[axis]) > 1);
+    let several: Vec<Axis> = several.collect();
+    (!several.is_empty()).then(|| mesh.group(&several)).transpose()
 }
 
 /// The groups of one rank. Clones are the same groups.
 #[derive(Clone)]
 pub struct ReplicaSet {
-    /// The ranks over which a gradient is summed. Memory that is allocated here serves `reduce` and `replicate` in
-    /// place.
+    /// The data-parallel ranks. Memory that is allocated here serves all `groups` in place.
     pub all: Communicator,
-    /// The ranks of the first reduction, which own slices of the sums: those of a shard group or, where nothing is
-    /// sharded, all.
-    pub reduce: Communicator,
-    /// The ranks over which this rank's slice of the sums is added up after that; none if that is the sum.
-    pub replicate: Option<Communicator>,
-    /// The ranks that hold one copy of the model together ([`ONE_COPY`]): the norm is combined over them. None if this
+    /// One for all parameters that are summed over the same axes. The first sums over all data-parallel ranks.
+    pub groups: Vec<StateGroup>,
+    /// The ranks that hold one copy of the model together ([`one_copy`]): the norm is combined over them. None if this
     /// rank holds all of it.
     pub owners: Option<Communicator>,
-    /// The ranks along `replicate`, which hold copies of what this rank owns; none if it is the only one.
-    pub copies: Option<Communicator>,
     /// Other ranks that hold some of the parameters too, in the order in which their gradients are summed.
     pub copy_groups: Vec<CopyGroup>,
-    /// Counted and written by another rank.
-    uncounted: BTreeSet<ParamId>,
 }
 
 /// Ranks along an axis that hold copies of some parameters, and read the same samples.
@@ -90,49 +148,31 @@ impl CopyGroup {
 impl ReplicaSet {
     /// All ranks of `comm` hold one state: each a copy of it (DDP), or each a shard of it (ZeRO).
     pub fn of_all(comm: Communicator) -> Self {
-        Self {
-            reduce: comm.clone(),
-            all: comm,
-            replicate: None,
-            owners: None,
+        let group = StateGroup {
+            axes: GRADIENTS.to_vec(),
+            all: comm.clone(),
+            shard: comm.clone(),
             copies: None,
+        };
+        Self {
+            all: comm,
+            groups: vec![group],
+            owners: None,
             copy_groups: Vec::new(),
-            uncounted: BTreeSet::new(),
         }
     }
 
-    /// The groups for the parameters that this rank holds. Every rank of the mesh must call it.
-    ///
-    /// # Panics
-    /// If the data-parallel ranks do not all have a part of some gradient.
-    pub fn of(mesh: &Mesh, params: &[ParamSpec]) -> Result<Self, CollectiveError> {
-        let is_partial = |param: &ParamSpec, axis| param.roles[axis as usize] == AxisRole::PartialGradients;
-        assert!(
-            (params.iter()).all(|param| GRADIENTS.into_iter().all(|axis| is_partial(param, axis))),
-            "data-parallel ranks read different samples"
-        );
-        let group_if_several = |axes: &[Axis]| {
-            let several: Vec<Axis> = (axes.iter().copied())
-                .filter(|&axis| mesh.size(&[axis]) > 1)
-                .collect();
-            match &several[..] {
-                [] => Ok(None),
-                several => mesh.group(several).map(Some),
+    /// The groups for the parameters `params` that this rank holds of a `model`. Every rank of the mesh must call it.
+    pub fn of(mesh: &Mesh, params: &[ParamSpec], model: &[ParamSpec]) -> Result<Self, CollectiveError> {
+        let mut groups = vec![StateGroup::new(mesh, GRADIENTS.to_vec())?];
+        for axes in model.iter().map(|spec| summed_over(&spec.roles)) {
+            if groups.iter().all(|group| group.axes != axes) {
+                groups.push(StateGroup::new(mesh, axes)?);
             }
-        };
-        let all = match group_if_several(&GRADIENTS)? {
-            Some(all) => all,
-            None => mesh.group(&GRADIENTS)?,
-        };
-        let [shard, copies] = [Axis::Shard, Axis::Replicate].map(|axis| group_if_several(&[axis]));
-        let (shard, copies) = (shard?, copies?);
-        let (reduce, replicate) = match (shard, &copies) {
-            (Some(shard), Some(copies)) => (shard, Some(copies.clone())),
-            _ => (all.clone(), None),
-        };
-        let owners = group_if_several(&ONE_COPY)?;
+        }
+        let owners = several(mesh, &one_copy(model))?;
         let mut copy_groups = Vec::new();
-        for axis in MODEL {
+        for axis in MODEL_AXES {
             if mesh.size(&[axis]) == 1 {
                 continue;
             }
@@ -142,29 +182,21 @@ impl ReplicaSet {
             };
             copy_groups.extend(CopyGroup::of(comm, axis, params));
         }
-        let is_elsewhere = |id: &ParamId| !is_counted(&params[id.0].roles, |axis| mesh.index(&[axis]));
         Ok(Self {
-            uncounted: (0..params.len()).map(ParamId).filter(is_elsewhere).collect(),
-            all,
-            reduce,
-            replicate,
+            all: groups[0].all.clone(),
+            groups,
             owners,
-            copies,
             copy_groups,
         })
     }
 
-    /// Which of the copies along `replicate` this rank holds, and how many there are: each writes an equal part.
-    pub fn copy(&self) -> (usize, usize) {
-        self.copies
-            .as_ref()
-            .map_or((0, 1), |copies| (copies.rank(), copies.size()))
-    }
-
-    /// True if this rank counts in the norm, and writes, what it owns of a parameter; else another one does, which holds
-    /// the same.
-    pub fn is_counted(&self, id: ParamId) -> bool {
-        !self.uncounted.contains(&id)
+    /// The group that sums over these axes.
+    ///
+    /// # Panics
+    /// If no parameter of the model is summed over them.
+    pub fn group(&self, axes: &[Axis]) -> &StateGroup {
+        let group = self.groups.iter().find(|group| group.axes == axes);
+        group.expect("every parameter of the model has a group")
     }
 }
 
@@ -203,23 +235,23 @@ mod tests {
     #[test]
     fn every_part_of_a_cut_parameter_counts() {
         for (pipeline, tensor) in [(0, 0), (0, 1), (1, 0), (2, 3)] {
-            assert!(is_counted(&roles(Cut, Cut), at(pipeline, tensor)));
+            assert!(is_counted(&roles(Cut, Cut), &MODEL_AXES, at(pipeline, tensor)));
         }
     }
 
     #[test]
     fn of_copies_along_tensor_the_first_counts() {
         for role in [EqualGradients, PartialGradients] {
-            assert!(is_counted(&roles(Cut, role), at(2, 0)));
-            assert!(!is_counted(&roles(Cut, role), at(2, 1)));
+            assert!(is_counted(&roles(Cut, role), &MODEL_AXES, at(2, 0)));
+            assert!(!is_counted(&roles(Cut, role), &MODEL_AXES, at(2, 1)));
         }
     }
 
     #[test]
     fn of_a_tied_weight_the_first_stage_counts_every_part() {
         let tied = roles(PartialGradients, Cut);
-        assert!(is_counted(&tied, at(0, 0)) && is_counted(&tied, at(0, 1)));
-        assert!(!is_counted(&tied, at(3, 0)));
+        let counts = |pipeline, tensor| is_counted(&tied, &MODEL_AXES, at(pipeline, tensor));
+        assert!(counts(0, 0) && counts(0, 1) && !counts(3, 0));
     }
 
     fn of_one_rank(roles: [[AxisRole; Axis::ALL.len()]; 2]) -> ReplicaSet {
@@ -237,24 +269,24 @@ mod tests {
             group: GroupId(0),
             projections: Vec::new(),
         };
-        ReplicaSet::of(&Mesh::new(shape, comm, Executor::Inline), &roles.map(spec)).unwrap()
+        let (mesh, params) = (Mesh::new(shape, comm, Executor::Inline), roles.map(spec));
+        ReplicaSet::of(&mesh, &params, &params).unwrap()
     }
 
     #[test]
-    fn one_rank_owns_counts_and_writes_all() {
+    fn one_rank_owns_all() {
         let set = of_one_rank([
             roles(Cut, EqualGradients),
             roles(PartialGradients, PartialGradients),
         ]);
-        assert!(set.replicate.is_none() && set.copies.is_none() && set.owners.is_none());
+        assert_eq!(set.groups.len(), 1, "a dense model has one group");
+        assert!(set.groups[0].copies.is_none() && set.owners.is_none());
         assert!(set.copy_groups.is_empty());
-        assert!(set.is_counted(ParamId(0)) && set.is_counted(ParamId(1)));
-        assert_eq!(set.copy(), (0, 1));
     }
 
     #[test]
     #[should_panic(expected = "data-parallel ranks read different samples")]
-    fn parameters_of_which_data_parallel_ranks_hold_parts_are_refused() {
-        of_one_rank([AxisRole::replicated(), [Cut; Axis::ALL.len()]]);
+    fn equal_gradients_of_data_parallel_ranks_are_refused() {
+        of_one_rank([AxisRole::replicated(), [EqualGradients; Axis::ALL.len()]]);
     }
 }

@@ -2,7 +2,8 @@
 //!
 //! Memory is cut into *units*, which are communicated whole: buckets of the gradients (ZeRO-1), the parts of buckets
 //! that belong to one group (ZeRO-2), or groups of parameters (ZeRO-3). A unit is padded to world size × [`CHUNK`]
-//! elements and cut into equal slices, one a rank.
+//! elements and cut into equal slices, one a rank. The parameters of a unit are of one [`super::StateGroup`]; a unit that
+//! the ranks of a shard group hold different parameters of is not cut further.
 //! An element lies in the same chunk of the layout whatever the units are, so the global norm, which is summed by
 //! chunk, has the same bits under every strategy.
 //!
@@ -10,8 +11,9 @@
 
 use std::ops::Range;
 
-use super::GradientLayout;
+use super::{Bucket, GradientLayout, summed_over};
 use crate::device::{Arena, Buffer};
+use crate::mesh::Axis;
 use crate::model::ParamId;
 use crate::ops::CHUNK;
 
@@ -22,8 +24,14 @@ pub struct ShardUnit {
     pub params: Vec<ParamId>,
     /// Name in errors and traces.
     pub name: String,
-    /// Its elements in the whole arena, padding included: a multiple of world size × [`CHUNK`] of them.
+    /// Its elements in the whole arena, padding included: a multiple of `ranks` × [`CHUNK`] of them.
     pub whole: Range<usize>,
+    /// The data-parallel axes over which its gradients are summed.
+    pub axes: Vec<Axis>,
+    /// Ranks that it is cut over.
+    pub ranks: usize,
+    /// This rank's slice in the shard.
+    shard: Range<usize>,
     /// First chunk of the layout that it covers.
     first_chunk: usize,
     /// Chunks of the layout that it covers; chunks behind them are padding.
@@ -43,8 +51,14 @@ pub struct Sharding {
 impl Sharding {
     /// Everything on every rank.
     pub fn replicated(layout: &GradientLayout) -> Self {
-        let all = (0..layout.len(), layout.order().to_vec(), "all parameters".into());
-        Self::new(layout, 1, 0, [all])
+        let axes = |bucket: &Bucket| summed_over(&layout.spec(bucket.params[0]).roles);
+        let groups = layout.buckets().chunk_by(|a, b| axes(a) == axes(b));
+        let all = groups.map(|buckets| {
+            let params: Vec<_> = buckets.iter().map(|bucket| &bucket.params[..]).collect();
+            let range = buckets[0].range.start..buckets[buckets.len() - 1].range.end;
+            (range, params.concat(), "all gradients".to_owned())
+        });
+        Self::new(layout, 1, 0, all)
     }
 
     /// Buckets, each cut over `world` ranks.
@@ -92,11 +106,18 @@ impl Sharding {
                 let at = layout.range(*id);
                 unit_ranges[id.0] = (units.len(), at.start - range.start..at.end - range.start);
             }
+            let axes = summed_over(&layout.spec(params[0]).roles);
+            let ranks = if axes.contains(&Axis::Shard) { world } else { 1 };
             let start = units.last().map_or(0, |unit| unit.whole.end);
+            let shard = units.last().map_or(0, |unit| unit.shard.end);
+            let len = range.len().next_multiple_of(ranks * CHUNK);
             units.push(ShardUnit {
                 params,
                 name,
-                whole: start..start + range.len().next_multiple_of(world * CHUNK),
+                whole: start..start + len,
+                shard: shard..shard + len / ranks,
+                axes,
+                ranks,
                 first_chunk: range.start / CHUNK,
                 chunks: range.len().div_ceil(CHUNK),
             });
@@ -114,14 +135,9 @@ impl Sharding {
         &self.units
     }
 
-    /// Ranks that a unit is cut over.
+    /// Ranks that units are cut over.
     pub fn world(&self) -> usize {
         self.world
-    }
-
-    /// Number of parameters.
-    pub fn params(&self) -> usize {
-        self.unit_ranges.len()
     }
 
     /// Unit of a parameter, and its elements within the unit.
@@ -132,9 +148,10 @@ impl Sharding {
         self.unit_ranges[id.0].clone()
     }
 
-    /// Units of some parameters, each once, in the order of their memory.
+    /// Units of some parameters that are cut over several ranks, each once, in the order of their memory.
     pub(super) fn units_of(&self, params: &[ParamId]) -> Vec<usize> {
         let mut units: Vec<usize> = params.iter().map(|id| self.unit_range(*id).0).collect();
+        units.retain(|unit| self.units[*unit].ranks > 1);
         units.sort_unstable();
         units.dedup();
         units
@@ -157,21 +174,20 @@ impl Sharding {
 
     /// Elements of a rank's shard.
     pub fn shard_len(&self) -> usize {
-        self.whole_len() / self.world
+        self.units.last().map_or(0, |unit| unit.shard.end)
     }
 
     /// This rank's slice within a unit.
     pub fn own(&self, unit: usize) -> Range<usize> {
-        let each = self.units[unit].whole.len() / self.world;
-        self.rank * each..(self.rank + 1) * each
+        slice(&self.units[unit], self.rank)
     }
 
     /// This rank's slice of a unit in both arenas.
     pub fn own_ranges(&self, unit: usize) -> ArenaRanges {
-        let (own, start) = (self.own(unit), self.units[unit].whole.start);
-        let shard = start / self.world;
+        let (own, unit) = (self.own(unit), &self.units[unit]);
+        let start = unit.whole.start;
         ArenaRanges {
-            shard: shard..shard + own.len(),
+            shard: unit.shard.clone(),
             whole: start + own.start..start + own.end,
         }
     }
@@ -222,9 +238,8 @@ impl Sharding {
     /// For each chunk of the shard of `rank`, in order, its chunk in the layout; `None` for padding.
     pub fn chunks_of(&self, rank: usize) -> Vec<Option<usize>> {
         let of_unit = |unit: &ShardUnit| {
-            let each = unit.whole.len() / self.world / CHUNK;
-            let (first, count) = (unit.first_chunk, unit.chunks);
-            (rank * each..(rank + 1) * each).map(move |i| (i < count).then_some(first + i))
+            let (own, first, count) = (slice(unit, rank), unit.first_chunk, unit.chunks);
+            (own.start / CHUNK..own.end / CHUNK).map(move |i| (i < count).then_some(first + i))
         };
         self.units.iter().flat_map(of_unit).collect()
     }
@@ -276,9 +291,16 @@ impl ArenaShare {
     }
 }
 
+/// The slice of a unit that a rank of the shard group owns.
+fn slice(unit: &ShardUnit, rank: usize) -> Range<usize> {
+    let (index, each) = (rank % unit.ranks, unit.shard.len());
+    index * each..(index + 1) * each
+}
+
 /// Cuts parameters into neighbours of the same group.
 fn by_group<'a>(layout: &'a GradientLayout, params: &'a [ParamId]) -> impl Iterator<Item = &'a [ParamId]> {
-    params.chunk_by(|a, b| layout.spec(*a).group == layout.spec(*b).group)
+    let group = |id: &ParamId| (layout.spec(*id).group, summed_over(&layout.spec(*id).roles));
+    params.chunk_by(move |a, b| group(a) == group(b))
 }
 
 /// Whole chunks of the layout that hold neighbouring parameters, of which the first begins a chunk.

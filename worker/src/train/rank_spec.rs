@@ -21,8 +21,8 @@ use crate::model::{ActivationPool, Model, ModelPart};
 use crate::optim::{Optimizer, StateMemory};
 use crate::parallel::pipeline::PipelinePlan;
 use crate::parallel::{
-    Dtypes, GradientLayout, NormOrder, ONE_COPY, Parameters, Reducer, ReducerConfig, ReplicaSet,
-    ReshardPolicy, is_counted,
+    Dtypes, GradientLayout, NormOrder, Parameters, Reducer, ReducerConfig, ReplicaSet, ReshardPolicy,
+    is_counted, one_copy,
 };
 
 /// What a rank holds and does.
@@ -91,10 +91,11 @@ impl RankSpec {
                 Ok::<_, TrainError>((layout, sharding))
             });
         let stages = stages.collect::<Result<Vec<_>, _>>()?;
-        let chunks = mesh.members(self.rank, &ONE_COPY).into_iter().map(|member| {
+        let one_copy = one_copy(&self.model.all_params);
+        let chunks = mesh.members(self.rank, &one_copy).into_iter().map(|member| {
             let at = |axis| mesh.index(member, &[axis]);
             let (layout, sharding) = &stages[at(Axis::Pipeline)];
-            let counts = |id| is_counted(&layout.spec(id).roles, at);
+            let counts = |id| is_counted(&layout.spec(id).roles, &one_copy, at);
             NormOrder::chunks(layout, sharding, at(Axis::Shard), whole, counts)
         });
         Ok(NormOrder::new(&chunks.collect::<Vec<_>>()))
@@ -102,10 +103,10 @@ impl RankSpec {
 
     /// Connects to the other ranks. Every rank must call it.
     pub(crate) fn connect(&self, world: &World) -> Result<Groups, TrainError> {
-        let set = ReplicaSet::of(&world.mesh, &self.model.params)?;
+        let set = ReplicaSet::of(&world.mesh, &self.model.params, &self.model.all_params)?;
         Ok(Groups {
             gathers: match self.strategy.reshard_policy(&self.config.parallel) {
-                ReshardPolicy::KeepAll => set.reduce.clone(),
+                ReshardPolicy::KeepAll => set.groups[0].shard.clone(),
                 // Apart from the gradients', so that gathering does not queue behind reducing.
                 ReshardPolicy::Release { .. } => world.mesh.group_for(&[Axis::Shard], "parameters")?,
             },

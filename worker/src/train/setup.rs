@@ -248,7 +248,7 @@ fn begin(parts: &mut TrainerParts<'_>, origin: &Origin, dataset: &Dataset) -> Re
     let (home, stream) = (parts.optimizer.home(), parts.world.compute.stream);
     home.synchronize(stream)?;
     let parameters = &parts.replica.parameters;
-    if parameters.sharding().world() == 1 {
+    if parameters.sharding().world() == 1 && parameters.replica_set().groups.len() == 1 {
         let masters = parts.optimizer.masters(parameters.own()).arena().whole();
         if home.host_state().is_some() {
             broadcast_from_host(&parts.world, home, parameters, &masters)?;

@@ -8,6 +8,7 @@ mod collective_world;
 mod mesh_ranks;
 mod reducer_ranks;
 mod seams;
+mod state_groups;
 mod tensor_group;
 #[path = "../train/train_support/mod.rs"]
 mod train_support;

@@ -22,19 +22,19 @@ const TIED: &str = "wte";
 
 /// A mesh, and what its ranks hold.
 #[derive(Clone, Copy, Debug)]
-struct Case {
+pub(crate) struct Case {
     stages: usize,
     tensor: usize,
     replicate: usize,
     shard: usize,
-    strategy: Strategy,
-    accumulate: Accumulate,
+    pub(crate) strategy: Strategy,
+    pub(crate) accumulate: Accumulate,
     micro_batches: usize,
 }
 
 impl Case {
     /// Data-parallel ranks alone.
-    const fn of(strategy: Strategy, [replicate, shard]: [usize; 2]) -> Self {
+    pub(crate) const fn of(strategy: Strategy, [replicate, shard]: [usize; 2]) -> Self {
         Self {
             stages: 1,
             tensor: 1,
@@ -46,11 +46,11 @@ impl Case {
         }
     }
 
-    fn ranks(&self) -> usize {
+    pub(crate) fn ranks(&self) -> usize {
         self.stages * self.replicate * self.shard * self.tensor
     }
 
-    fn mesh(&self) -> MeshShape {
+    pub(crate) fn mesh(&self) -> MeshShape {
         let parallel = Parallel {
             strategy: self.strategy,
             shard_group: Some(ShardGroup::Ranks(self.shard)),
@@ -70,7 +70,7 @@ impl Case {
         MeshShape::new(&parallel, &env).unwrap()
     }
 
-    fn sharding(&self, layout: &GradientLayout, rank: usize) -> Sharding {
+    pub(crate) fn sharding(&self, layout: &GradientLayout, rank: usize) -> Sharding {
         match (self.strategy, self.accumulate) {
             (Strategy::Ddp, _) => Sharding::replicated(layout),
             (Strategy::Zero2, Accumulate::Sharded) => Sharding::of_parts(layout, self.shard, rank),
@@ -200,7 +200,7 @@ impl Member {
         let mesh = Mesh::new(shape, rank.comm.clone(), Executor::Thread);
         let layout = case.layout(&part);
         Self {
-            set: ReplicaSet::of(&mesh, &part.params()).unwrap(),
+            set: ReplicaSet::of(&mesh, &part.params(), &part.params()).unwrap(),
             sharding: Arc::new(case.sharding(&layout, at(Axis::Shard))),
             layout: Arc::new(layout),
             case,
@@ -282,12 +282,12 @@ fn differences(case: Case, policy: ReshardPolicy, (key, culprit): (&str, usize))
         };
         let model = model::build_part(&config, 4096, &part).unwrap();
         let mesh = Mesh::new(shape, rank.comm.clone(), Executor::Thread);
-        let set = ReplicaSet::of(&mesh, &model.params).unwrap();
+        let set = ReplicaSet::of(&mesh, &model.params, &model.all_params).unwrap();
         let config = LayoutConfig::new(case.replicate * case.shard);
         let layout = GradientLayout::of_model(&model, &config).unwrap();
         let sharding = Arc::new(case.sharding(&layout, at(Axis::Shard)));
         let compute = Compute::new(rank.device.clone());
-        let comms = (&set, &set.reduce);
+        let comms = (&set, &set.groups[0].shard);
         let parameters = Parameters::new(comms, &compute, &model, &sharding, policy).unwrap();
         assert_eq!(parameters.difference(0).unwrap(), None);
         let mut own = sharding.own_pieces().into_iter();

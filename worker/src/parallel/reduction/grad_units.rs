@@ -10,9 +10,9 @@
 //! | its shard (ZeRO-2, -3), or all (`sync_each_batch`) | in a slot | in that slot | copied into the shard, or added to it |
 //!
 //! What ranks beyond the data-parallel ones have a part of ([`CopyGroup::summed`]) is summed over them first, where it
-//! was contributed, when the unit is complete. With several copies of the state, what is stored for the last time in a
-//! step is then summed over the copies ([`ReplicaSet::replicate`]), in the order of units, so that all ranks issue the
-//! same operations.
+//! was contributed, when the unit is complete. A unit is reduced by its [`StateGroup`]. With several copies of the state,
+//! what is stored for the last time in a step is then summed over the copies ([`StateGroup::copies`]), in the order of
+//! units, so that all ranks issue the same operations.
 //!
 //! *Slots* are memory shared with the other ranks, through which units pass one after the other. A slot is reused in the
 //! order of a stream: a host waits only where the device runs at once. Narrowing and widening are on a stream of their
@@ -29,7 +29,9 @@ use crate::device::{Arena, ArenaSpec, Buffer, Compute, DType, Event};
 use crate::model::ParamId;
 use crate::ops::{Cast, ColumnSum, Fill};
 use crate::parallel::comm_times::CommTracker;
-use crate::parallel::{ArenaShare, CopyGroup, GradientLayout, ReplicaSet, ShardUnit, Sharding};
+use crate::parallel::{
+    ArenaShare, CopyGroup, GradientLayout, ReplicaSet, ShardUnit, Sharding, StateGroup, summed_over,
+};
 
 /// Slots for units that follow each other: one is computed while another is in flight.
 const IN_TURN: usize = 2;
@@ -42,6 +44,8 @@ struct Reduction {
     own: Range<usize>,
     /// Parameters that must be ready.
     params: Vec<ParamId>,
+    /// The ranks that sum it.
+    group: StateGroup,
     /// What of them is summed over other ranks first, counted from the first element.
     partial: Vec<PartialSum>,
     /// Another stage of a pipeline has a part of some gradient: launched when the passes of this rank are over.
@@ -85,17 +89,16 @@ impl PartialSum {
 
 impl Reduction {
     /// The units of the sharding; where nothing is sharded, `sync` decides: what is summed in every micro-batch has buckets.
-    fn all(layout: &GradientLayout, sharding: &Sharding, sync: Sync, groups: &[CopyGroup]) -> Vec<Self> {
+    fn all(layout: &GradientLayout, sharding: &Sharding, sync: Sync, set: &ReplicaSet) -> Vec<Self> {
         let unit = |range: Range<usize>, own: Range<usize>, params: &[ParamId], tag| Self {
-            partial: PartialSum::all((range.start, params), layout, sharding, groups),
+            partial: PartialSum::all((range.start, params), layout, sharding, &set.copy_groups),
+            group: set.group(&summed_over(&layout.spec(params[0]).roles)).clone(),
             is_shared_by_stages: params.iter().any(|id| layout.spec(*id).is_shared_by_stages()),
             params: params.to_vec(),
             range,
             own,
             tag,
         };
-        let whole =
-            |range: Range<usize>, params: &[ParamId], tag| unit(range.clone(), 0..range.len(), params, tag);
         let of_units = |sharding: &Sharding| {
             let units = sharding.units().iter().enumerate();
             let of = |(i, u): (usize, &ShardUnit)| {
@@ -106,13 +109,19 @@ impl Reduction {
         match sync {
             _ if sharding.world() > 1 => of_units(sharding),
             Sync::Bucketed => of_units(&Sharding::of_buckets(layout, 1, 0)),
-            Sync::Naive => vec![whole(0..layout.len(), layout.order(), "all gradients".into())],
+            Sync::Naive => of_units(&Sharding::replicated(layout)),
             Sync::PerParameter => {
                 let tag = |id| format!("gradient of `{}`", layout.spec(id).name);
-                let one = |id: &ParamId| whole(layout.range(*id), &[*id], tag(*id));
+                let own = |id| 0..layout.range(id).len();
+                let one = |id: &ParamId| unit(layout.range(*id), own(*id), &[*id], tag(*id));
                 layout.order().iter().map(one).collect()
             }
         }
+    }
+
+    /// Its group, where each rank of that gets a slice.
+    fn scattered(&self) -> Option<&StateGroup> {
+        (self.own.len() < self.range.len()).then_some(&self.group)
     }
 }
 
@@ -127,28 +136,28 @@ fn slots_of(
     }
     // A tied parameter has its first gradient long before its last: its unit stays open meanwhile.
     let is_tied = |unit: &Reduction| unit.params.iter().any(|id| layout.spec(*id).contributions > 1);
-    let units = reductions.iter();
-    let units: Vec<_> = units
-        .map(|unit| (unit.range.len(), is_staged && is_tied(unit)))
-        .collect();
-    slots_for(&units)
+    let turn = |unit: &Reduction| (!is_staged || !is_tied(unit)).then(|| unit.group.axes.clone());
+    let units = reductions.iter().map(|unit| (unit.range.len(), turn(unit)));
+    slots_for(&units.collect::<Vec<_>>())
 }
 
 /// Sizes of slots, and those that each unit may take: one of its own for a unit that is needed out of turn, for the
-/// others some that they take in turns. Units are given as (elements, out of turn).
-pub(in crate::parallel) fn slots_for(units: &[(usize, bool)]) -> (Vec<usize>, Vec<Range<usize>>) {
-    let in_turn = units.iter().filter(|(_, apart)| !apart);
-    let shared = in_turn.clone().count().min(IN_TURN);
-    let largest = in_turn.map(|(len, _)| *len).max().unwrap_or(0);
-    let mut sizes = vec![largest; shared];
-    let choice = units.iter().map(|&(len, apart)| {
-        if !apart {
-            return 0..shared;
+/// others some that those of the same kind take in turns. Units are given as (elements, kind if in turn).
+pub(in crate::parallel) fn slots_for<T: PartialEq>(
+    units: &[(usize, Option<T>)],
+) -> (Vec<usize>, Vec<Range<usize>>) {
+    let (mut sizes, mut choice) = (Vec::new(), Vec::<Range<usize>>::new());
+    for (index, (len, turn)) in units.iter().enumerate() {
+        let is_alike = |other: &&(usize, Option<T>)| turn.is_some() && other.1 == *turn;
+        if let Some(first) = units[..index].iter().position(|other| is_alike(&other)) {
+            choice.push(choice[first].clone());
+            continue;
         }
-        sizes.push(len);
-        sizes.len() - 1..sizes.len()
-    });
-    let choice = choice.collect();
+        let lens = units[index..].iter().filter(is_alike).map(|(len, _)| *len);
+        let end = sizes.len() + lens.clone().count().clamp(1, IN_TURN);
+        choice.push(sizes.len()..end);
+        sizes.resize(end, lens.max().unwrap_or(*len));
+    }
     (sizes, choice)
 }
 
@@ -227,8 +236,8 @@ struct PendingSum {
 pub(super) struct GradUnits {
     /// In the order of its stream slots are reused.
     compute: Compute,
+    /// All data-parallel ranks.
     comm: Communicator,
-    replicate: Option<Communicator>,
     copy_groups: Vec<CopyGroup>,
     sharding: Arc<Sharding>,
     units: Vec<Unit>,
@@ -254,7 +263,7 @@ impl GradUnits {
         (accumulate, sync): (Accumulate, Sync),
     ) -> Result<Self, ReduceError> {
         let (device, is_staged) = (&compute.device, accumulate == Accumulate::Sharded);
-        let reductions = Reduction::all(layout, sharding, sync, &set.copy_groups);
+        let reductions = Reduction::all(layout, sharding, sync, set);
         let (sizes, choice) = slots_of(&reductions, layout, is_staged);
         let shared = |name, dtype: DType, len| {
             set.all
@@ -269,9 +278,9 @@ impl GradUnits {
             })
         };
         let slots: Vec<Slot> = sizes.into_iter().map(slot).collect::<Result<_, _>>()?;
-        let (name, dtype) = ("gradients", layout.accumulated());
+        let (name, dtype, is_sharded) = ("gradients", layout.accumulated(), sharding.world() > 1);
         let kept = |len| -> Result<Arena, ReduceError> {
-            if slots.is_empty() || set.replicate.is_some() {
+            if slots.is_empty() || (is_sharded && set.groups.iter().any(|group| group.copies.is_some())) {
                 return Ok(shared(name, dtype, len)?);
             }
             Ok(device.alloc(&ArenaSpec::private(name, dtype, len))?)
@@ -300,8 +309,7 @@ impl GradUnits {
             replicated: 0,
             in_flight: Vec::new(),
             tracker: CommTracker::new(device, set.all.timeline()),
-            comm: set.reduce.clone(),
-            replicate: set.replicate.clone(),
+            comm: set.all.clone(),
             copy_groups: set.copy_groups.clone(),
             sharding: sharding.clone(),
         })
@@ -340,7 +348,8 @@ impl GradUnits {
 
     /// All elements of a gradient, where every rank ends with them.
     pub(super) fn sum(&self, id: ParamId) -> Option<&Buffer> {
-        self.grads.get(id.0).filter(|_| self.sharding.world() == 1)
+        let unit = &self.sharding.units()[self.sharding.unit_range(id).0];
+        self.grads.get(id.0).filter(|_| unit.ranks == 1)
     }
 
     /// Size, padding and slots included.
@@ -388,10 +397,11 @@ impl GradUnits {
     pub(super) fn launch(&mut self, index: usize, ready: Event, round: Round) {
         let ready = self.sum_partial(index, ready);
         let (buffer, ready, slot) = self.outgoing(index, ready);
-        let launch = Launch::after(ready, Traffic::Grads, self.units[index].reduction.tag.clone());
-        let work = self.tracker.launch(|| match self.sharding.world() {
-            1 => self.comm.all_reduce(&buffer, ReduceOp::Sum, launch),
-            _ => self.comm.reduce_scatter(&buffer, ReduceOp::Sum, launch),
+        let unit = &self.units[index].reduction;
+        let launch = Launch::after(ready, Traffic::Grads, unit.tag.clone());
+        let work = (self.tracker).launch(|| match unit.scattered() {
+            Some(group) => group.shard.reduce_scatter(&buffer, ReduceOp::Sum, launch),
+            None => unit.group.all.all_reduce(&buffer, ReduceOp::Sum, launch),
         });
         self.in_flight.push(work.clone());
         if let Some(slot) = slot {
@@ -518,13 +528,14 @@ impl GradUnits {
 
     /// Sums over the copies of the state what is stored for the last time, up to the first unit that has not.
     fn sum_copies(&mut self) {
-        let Some(comm) = &self.replicate else {
-            return;
-        };
         while let Some(unit) = self.units.get_mut(self.replicated)
             && let Some(stored) = unit.stored.take()
         {
             self.replicated += 1;
+            let scattered = unit.reduction.scattered();
+            let Some(comm) = scattered.and_then(|group| group.copies.as_ref()) else {
+                continue;
+            };
             let tag = format!("{} of all copies", unit.reduction.tag);
             let launch = Launch::after(stored, Traffic::Grads, tag);
             let work = self
@@ -540,14 +551,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn units_in_turn_share_two_slots_of_the_largest() {
-        let (sizes, choice) = slots_for(&[(5, false), (9, true), (7, false), (3, false)]);
+    fn units_in_turn_share_two_slots_of_the_largest_of_their_group() {
+        let (sizes, choice) = slots_for(&[(5, Some('a')), (9, None), (7, Some('a')), (3, Some('a'))]);
         assert_eq!(sizes, [7, 7, 9]);
         assert_eq!(choice, [0..2, 2..3, 0..2, 0..2]);
-        for apart in [false, true] {
-            let (sizes, choice) = slots_for(&[(4, apart), (2, !apart)]);
-            assert_eq!(sizes.iter().sum::<usize>(), 6);
-            assert_ne!(choice[0], choice[1]);
+        for turns in [[Some('a'), None], [None, Some('a')], [Some('a'), Some('b')]] {
+            let (sizes, choice) = slots_for(&[(4, turns[0]), (2, turns[1])]);
+            assert_eq!(sizes, [4, 2]);
+            assert_eq!(choice, [0..1, 1..2]);
         }
     }
 }

@@ -142,7 +142,7 @@ impl Reducer {
     }
 
     /// A reducer that leaves each sum on the ranks that own it. Every rank of `set` must call it; `sharding` is over
-    /// [`ReplicaSet::reduce`], or replicated. `compute` makes the gradients.
+    /// [`crate::parallel::StateGroup::shard`], or replicated. `compute` makes the gradients.
     pub fn over(
         set: &ReplicaSet,
         compute: &Compute,

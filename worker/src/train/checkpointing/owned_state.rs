@@ -1,8 +1,8 @@
 //! What of the state a rank owns, and where it is in memory: what it writes to a checkpoint, and reads from one.
 //!
 //! Parameters are the f32 masters, so that a run may go on in another precision. A checkpoint names regions of tensors and
-//! ranges of their elements. Where data-parallel ranks hold copies of the same state, each writes an equal part of it; of
-//! the copies along other axes the ranks write that count them in the norm.
+//! ranges of their elements. Where data-parallel ranks hold copies of the same state, each writes an equal part of it, by
+//! [`crate::parallel::StateGroup`]; of the copies along other axes the first ranks write ([`is_counted`]).
 
 use std::ops::Range;
 
@@ -10,7 +10,7 @@ use crate::checkpoint::{Extent, Reader, TensorKind, share_of};
 use crate::device::{Arena, Buffer, DeviceError};
 use crate::model::{ParamId, ParamSpec, Run};
 use crate::optim::{Optimizer, evict};
-use crate::parallel::{ArenaRanges, ArenaShare, OwnPiece, Sharding};
+use crate::parallel::{ArenaRanges, ArenaShare, MODEL_AXES, OwnPiece, Sharding, is_counted, summed_over};
 use crate::session::Session;
 use crate::train::TrainError;
 use crate::train::rank_table::RankTable;
@@ -37,10 +37,15 @@ pub(super) struct OwnTensors {
 
 /// What this rank writes of the state.
 pub(super) fn written(here: RankState<'_>) -> Vec<OwnTensors> {
-    let parameters = &here.replica.parameters;
-    let set = parameters.replica_set();
-    let pieces = written_by(parameters.sharding(), |id| set.is_counted(id), set.copy());
-    own_tensors(here, &pieces)
+    let (parameters, mesh) = (&here.replica.parameters, &here.world.mesh);
+    let roles = |id: ParamId| &here.replica.model.params[id.0].roles;
+    let is_first = |id| is_counted(roles(id), &MODEL_AXES, |axis| mesh.index(&[axis]));
+    let pieces = parameters.replica_set().groups.iter().flat_map(|group| {
+        let is_written = |id| group.axes == summed_over(roles(id)) && is_first(id);
+        let copies = group.copies.as_ref().map(|copies| (copies.rank(), copies.size()));
+        written_by(parameters.sharding(), is_written, copies.unwrap_or((0, 1)))
+    });
+    own_tensors(here, &pieces.collect::<Vec<_>>())
 }
 
 /// Loads what this rank owns of the state. Every rank calls it.
@@ -102,14 +107,14 @@ fn own_tensors(here: RankState<'_>, pieces: &[OwnPiece]) -> Vec<OwnTensors> {
     std::iter::once(masters).chain(slots).map(of_kind).collect()
 }
 
-/// What a rank writes: of what it owns and counts, its part where it holds one of several copies of that.
+/// What a rank writes: of what it owns, and no other rank writes, its part where it holds one of several copies of that.
 fn written_by(
     sharding: &Sharding,
-    is_counted: impl Fn(ParamId) -> bool,
+    is_written: impl Fn(ParamId) -> bool,
     (copy, copies): (usize, usize),
 ) -> Vec<OwnPiece> {
     let mut own = sharding.own_pieces();
-    own.retain(|piece| is_counted(piece.param));
+    own.retain(|piece| is_written(piece.param));
     let ranges: Vec<_> = own
         .iter()
         .map(|piece| piece.elements.start as u64..piece.elements.end as u64)

@@ -12,8 +12,8 @@ use super::*;
 use crate::checkpoint::{Rng, State, Which, Writer, file_stem};
 use crate::config::{self, Accumulate, Parallel, Pipeline, ShardGroup, Strategy};
 use crate::mesh::{Axis, GRADIENTS, MeshShape};
-use crate::model::{self, Model, ModelPart};
-use crate::parallel::{GradientLayout, LayoutConfig, is_counted};
+use crate::model::{self, AxisRole, Model, ModelPart};
+use crate::parallel::{GradientLayout, LayoutConfig};
 use crate::train::strategy::ShardingStrategy;
 
 const SIZES: [usize; 5] = [1, 2, 3, 4, 8];
@@ -178,8 +178,12 @@ fn every_number_of_ranks_reads_what_every_other_wrote_whoever_owns_what() {
 struct Trained {
     model: config::Model,
     parallel: Parallel,
+    /// The ranks along it hold different parameters of the key [`EXPERT`].
+    cut: Option<Axis>,
     ranks: usize,
 }
+
+const EXPERT: &str = "h.1.mlp.c_fc.weight";
 
 /// Up to three stages, and two of everything else.
 fn trained() -> impl proptest::strategy::Strategy<Value = Trained> {
@@ -191,9 +195,11 @@ fn trained() -> impl proptest::strategy::Strategy<Value = Trained> {
         Strategy::Zero3,
     ]);
     let degrees = (1_usize..4, 1_usize..3, 1_usize..3, 1_usize..3);
-    (kind, strategy, any::<bool>(), any::<bool>(), degrees).prop_map(
-        |(kind, strategy, is_full, sequence, (stages, replicate, shard, tensor))| Trained {
+    let cut = prop::sample::select(vec![None, Some(Axis::Replicate), Some(Axis::Shard)]);
+    (kind, strategy, any::<bool>(), any::<bool>(), degrees, cut).prop_map(
+        |(kind, strategy, is_full, sequence, (stages, replicate, shard, tensor), cut)| Trained {
             model: config::Model { kind, ..config() },
+            cut,
             parallel: Parallel {
                 strategy,
                 shard_group: Some(ShardGroup::Ranks(shard)),
@@ -230,14 +236,23 @@ impl Trained {
             sequence: self.parallel.sequence,
             chunks: (stages > 1).then(|| vec![first(stage)..first(stage + 1)]),
         };
-        let model = model::build_part(&self.model, 1024, &part).unwrap();
+        let mut model = model::build_part(&self.model, 1024, &part).unwrap();
+        for (cut, spec) in self.cut.into_iter().cycle().zip(&mut model.params) {
+            if spec.key == EXPERT {
+                spec.roles[cut as usize] = AxisRole::Cut;
+            }
+        }
         let config = LayoutConfig::of(&self.parallel, mesh.size(&GRADIENTS));
         let layout = GradientLayout::of_model(&model, &config).unwrap();
         let sharding = ShardingStrategy::new(&self.parallel, 2, mesh).sharding(&layout, at(Axis::Shard));
-        let copy = (at(Axis::Replicate), mesh.size(&[Axis::Replicate]));
-        let counts = |id: ParamId| is_counted(&model.params[id.0].roles, at);
-        let pieces = written_by(&sharding, counts, copy);
-        let written = pieces.into_iter().flat_map(|piece| {
+        let roles = |id: ParamId| &model.params[id.0].roles;
+        let pieces = [false, true].into_iter().flat_map(|is_copied| {
+            let copy = (at(Axis::Replicate), mesh.size(&[Axis::Replicate]));
+            let is_of = |id| summed_over(roles(id)).contains(&Axis::Replicate) == is_copied;
+            let is_written = |id| is_of(id) && is_counted(roles(id), &MODEL_AXES, at);
+            written_by(&sharding, is_written, if is_copied { copy } else { (0, 1) })
+        });
+        let written = pieces.flat_map(|piece| {
             let spec = &model.params[piece.param.0];
             let range = |run: Run| run.global..run.global + run.local.len();
             let runs = spec.runs(piece.elements).into_iter();
@@ -267,7 +282,8 @@ proptest! {
             }
         }
         for (key, times) in times {
-            prop_assert!(times.iter().all(|&n| n == 1), "`{key}`");
+            let parameters = trained.cut.filter(|_| key == EXPERT).map_or(1, |cut| mesh.size(&[cut]));
+            prop_assert!(times.iter().all(|&n| usize::from(n) == parameters), "`{key}`");
         }
     }
 }

@@ -1,0 +1,352 @@
+//! A model with two state groups: every data-parallel rank has a part of most gradients, but the ranks along one
+//! data-parallel axis hold different experts. Whoever owns what, training has the bits of one rank with all experts.
+//!
+//! A sample's gradient is a multiple of 2⁻¹³ for each element, so that sums have no rounding error in any order.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Instant;
+
+use ddp_worker::collective::Executor;
+use ddp_worker::config::{Accumulate, OptimizerConfig, OptimizerKind, Strategy, Train};
+use ddp_worker::device::{DType, DeviceError, Event};
+use ddp_worker::mesh::{Axis, Mesh, SAMPLES};
+use ddp_worker::model::{
+    Activation, AxisRole, Block, Context, GradSink, GroupId, Init, Model, ModelPart, ParamId, ParamSpec,
+    Params as _, Pass, Saved,
+};
+use ddp_worker::optim::{Clip, Optimizer, StateMemory, UpdateStep};
+use ddp_worker::parallel::{
+    GradientLayout, LayoutConfig, NormOrder, OwnPiece, Parameters, Reducer, ReducerConfig, ReplicaSet,
+    ReshardPolicy, is_counted, one_copy,
+};
+
+use crate::collective_world::{PATIENCE, Rank, World, read};
+use crate::mesh_ranks::Case;
+
+const EXPERTS: usize = 2;
+const LAYERS: usize = 2;
+const STEPS: u64 = 3;
+/// Of a step.
+const SAMPLE_COUNT: usize = 8;
+
+/// A weight, its rank's experts and a bias: what is summed alike is apart in the order of backward.
+struct Layer(Vec<ParamId>);
+
+impl Block for Layer {
+    fn name(&self) -> &'static str {
+        "layer"
+    }
+
+    fn params(&self) -> &[ParamId] {
+        &self.0
+    }
+
+    fn forward(&self, _: &Context<'_>, _: &Activation, _: &mut Saved) -> Result<Activation, DeviceError> {
+        unreachable!("the test computes gradients itself")
+    }
+
+    fn backward(
+        &self,
+        _: &Context<'_>,
+        _: &mut Saved,
+        _: &Activation,
+        _: &mut dyn GradSink,
+    ) -> Result<Option<Activation>, DeviceError> {
+        unreachable!("the test computes gradients itself")
+    }
+}
+
+/// A rank's part of the model: all of it but for the experts, of which the ranks along `cut` hold different ones.
+fn model(experts: Range<usize>, cut: Axis) -> Model {
+    let (mut params, mut blocks) = (Vec::new(), Vec::new());
+    for layer in 0..LAYERS {
+        let experts = experts
+            .clone()
+            .map(|e| (format!("experts.{e}.weight"), vec![132, 140], true));
+        let weights = [("up.weight".to_owned(), vec![130, 140], false)].into_iter();
+        let bias = [("down.bias".to_owned(), vec![33], false)];
+        let first = params.len();
+        for (name, global_shape, is_expert) in weights.chain(experts).chain(bias) {
+            let mut roles = AxisRole::replicated();
+            if is_expert {
+                roles[cut as usize] = AxisRole::Cut;
+            }
+            params.push(ParamSpec {
+                key: format!("h.{layer}.{name}"),
+                decay: global_shape.len() > 1,
+                global_shape,
+                cut: None,
+                roles,
+                dtype: DType::F32,
+                init: Init::Constant(0.0),
+                group: GroupId(layer),
+                projections: Vec::new(),
+            });
+        }
+        let layer = Layer((first..params.len()).map(ParamId).collect());
+        blocks.push(Arc::new(layer) as Arc<dyn Block>);
+    }
+    let all_params = match experts.len() {
+        EXPERTS => params.clone().into(),
+        _ => model(0..EXPERTS, cut).all_params,
+    };
+    Model {
+        name: "experts".into(),
+        params,
+        all_params,
+        groups: Vec::new(),
+        blocks,
+        chunks: vec![0..LAYERS],
+        holds_embedding: true,
+        holds_head: true,
+        part: ModelPart::WHOLE,
+        keeps_input: vec![false; LAYERS],
+    }
+}
+
+/// The expert that a sample's tokens go to.
+fn route(sample: usize) -> usize {
+    sample / 3 % EXPERTS
+}
+
+/// Distance of each element from what a sample wants it to be: a multiple of 2⁻⁶.
+fn distances<'a>(key: &str, sample: usize, values: &'a [f32]) -> impl Iterator<Item = f32> + 'a {
+    let seed = key
+        .bytes()
+        .fold(sample * 7919, |seed, byte| seed * 31 + usize::from(byte))
+        % 65_536;
+    values.iter().enumerate().map(move |(i, value)| {
+        let wanted = ((seed + i * 104_729) % 257) as f32 / 64.0 - 2.0;
+        (value * 64.0).round().clamp(-256.0, 256.0) / 64.0 - wanted
+    })
+}
+
+/// What a rank has after some steps.
+struct Trained {
+    /// Of each step: what the rank's samples, and its experts' samples, contribute to the loss.
+    losses: Vec<f64>,
+    /// Bits of the norm of each step.
+    norms: Vec<u32>,
+    /// What it owns of the parameters.
+    own: Vec<(String, Range<usize>, Vec<f32>)>,
+}
+
+fn train(case: Case, cut: Axis, kind: OptimizerKind) -> Vec<Trained> {
+    World::of(&[case.ranks()]).run(Executor::Thread, |rank| train_rank(&rank, case, cut, kind))
+}
+
+fn train_rank(rank: &Rank, case: Case, cut: Axis, kind: OptimizerKind) -> Trained {
+    let shape = case.mesh();
+    let experts_of = |rank: usize| {
+        let (index, each) = (shape.index(rank, &[cut]), EXPERTS / shape.size(&[cut]));
+        index * each..(index + 1) * each
+    };
+    let config = LayoutConfig {
+        first_bucket_bytes: 50_000,
+        bucket_bytes: 100_000,
+        ..LayoutConfig::new(case.ranks())
+    };
+    let layout_of = |model: &Model| GradientLayout::of_model(model, &config).unwrap();
+    let model_of = |rank| model(experts_of(rank), cut);
+    let model = model_of(rank.rank());
+    let whole = layout_of(&self::model(0..EXPERTS, cut));
+    let layout = Arc::new(layout_of(&model));
+    let sharding = Arc::new(case.sharding(&layout, shape.index(rank.rank(), &[Axis::Shard])));
+    let one_copy = one_copy(&model.all_params);
+    let order = shape.members(rank.rank(), &one_copy).into_iter().map(|member| {
+        let at = |axis| shape.index(member, &[axis]);
+        let layout = layout_of(&model_of(member));
+        let sharding = case.sharding(&layout, at(Axis::Shard));
+        let counts = |id| is_counted(&layout.spec(id).roles, &one_copy, at);
+        NormOrder::chunks((&layout, &sharding), at(Axis::Shard), &whole, counts)
+    });
+    let order = NormOrder::new(&order.collect::<Vec<_>>());
+
+    let mesh = Mesh::new(shape, rank.comm.clone(), Executor::Thread);
+    let set = ReplicaSet::of(&mesh, &model.params, &model.all_params).unwrap();
+    let gathers = mesh.group_for(&[Axis::Shard], "parameters").unwrap();
+    let policy = match case.strategy {
+        Strategy::Zero3 => ReshardPolicy::Release {
+            after_forward: true,
+            persist_below: 0,
+        },
+        _ => ReshardPolicy::KeepAll,
+    };
+    let micro_batches = SAMPLE_COUNT / case.ranks();
+    let reduction = ReducerConfig {
+        accumulate: case.accumulate,
+        micro_batches,
+        ..ReducerConfig::default()
+    };
+    let optimizer = OptimizerConfig {
+        kind,
+        lr: 0.05,
+        ..OptimizerConfig::default()
+    };
+    let run = Train {
+        grad_clip: Some(0.5),
+        optimizer: optimizer.clone(),
+        ..Train::default()
+    };
+    let stream = rank.device.stream();
+    let compute = (&rank.device, stream);
+    let parameters = Parameters::new((&set, &gathers), compute, &model, &sharding, policy).unwrap();
+    let mut reducer = Reducer::over(&set, compute, layout.clone(), &sharding, reduction).unwrap();
+    let home = StateMemory::on_device(rank.device.clone());
+    let optimizer = Optimizer::new(home, (&set, &sharding), &model.params, &optimizer).unwrap();
+    let clip = Clip::new(&set, compute, (&sharding, &order), &run).unwrap();
+    let own = |parameters: &Parameters| -> Vec<_> {
+        let pieces = sharding.own_pieces().into_iter();
+        let place = |piece: &OwnPiece| parameters.own().slice(&piece.place);
+        pieces.map(|piece| (place(&piece), piece)).collect()
+    };
+    for (buffer, piece) in own(&parameters) {
+        let mut values = buffer.host_mut::<f32>().unwrap();
+        for (value, i) in values.iter_mut().zip(piece.elements) {
+            *value = (i % 97) as f32 / 97.0;
+        }
+    }
+    parameters.updated().unwrap();
+
+    // The ranks that send each other their samples' tokens.
+    let peers = shape.members(rank.rank(), &[cut]).into_iter();
+    let peers: Vec<usize> = peers.map(|peer| shape.index(peer, &SAMPLES)).collect();
+    let samples_of = |key: &str, micro_batch: usize| -> Vec<usize> {
+        let sample = |index| micro_batch * case.ranks() + index;
+        match key
+            .split("experts.")
+            .nth(1)
+            .and_then(|key| key[..1].parse::<usize>().ok())
+        {
+            None => vec![sample(shape.index(rank.rank(), &SAMPLES))],
+            Some(expert) => {
+                let samples = peers.iter().map(|peer| sample(*peer));
+                samples.filter(|sample| route(*sample) == expert).collect()
+            }
+        }
+    };
+    let (mut losses, mut norms) = (Vec::new(), Vec::new());
+    for number in 1..=STEPS {
+        let mut loss = 0.0;
+        let mut step = reducer.step(micro_batches).unwrap();
+        for micro_batch in 0..micro_batches {
+            for block in 0..LAYERS {
+                parameters.unshard(block, Pass::Forward).unwrap();
+                parameters.reshard(block, Pass::Forward);
+            }
+            for block in (0..LAYERS).rev() {
+                parameters.unshard(block, Pass::Backward).unwrap();
+                for id in model.blocks[block].params().iter().rev() {
+                    let key = &model.params[id.0].key;
+                    let values: Vec<f32> = read(&parameters.get(*id));
+                    let mut grad = step.grad_mut::<f32>(*id).unwrap();
+                    for sample in samples_of(key, micro_batch) {
+                        for (grad, distance) in grad.iter_mut().zip(distances(key, sample, &values)) {
+                            *grad += distance / 128.0;
+                            loss += f64::from(distance).powi(2);
+                        }
+                    }
+                    drop(grad);
+                    step.ready(*id, Event::reached()).unwrap();
+                }
+                parameters.reshard(block, Pass::Backward);
+            }
+        }
+        let grads = step.finish(Instant::now() + PATIENCE).unwrap().sums();
+        if let Some(work) = clip.measure(stream, &grads) {
+            work.wait(Instant::now() + PATIENCE).unwrap();
+        }
+        clip.finish(stream, None);
+        let update = UpdateStep {
+            scale: clip.scale(),
+            lr: 0.05,
+            number,
+        };
+        let _ = optimizer.step(stream, parameters.own(), &grads, &update);
+        parameters.updated().unwrap();
+        losses.push(loss);
+        norms.extend(read::<f32>(&clip.norm()).iter().map(|norm| norm.to_bits()));
+    }
+    parameters.drain().unwrap();
+    assert_eq!(parameters.difference(STEPS).unwrap(), None);
+    let own = own(&parameters).into_iter();
+    let named = own.map(|(buffer, piece)| {
+        let key = model.params[piece.param.0].key.clone();
+        (key, piece.elements, read(&buffer))
+    });
+    Trained {
+        losses,
+        norms,
+        own: named.collect(),
+    }
+}
+
+fn check(case: Case, cut: Axis, kind: OptimizerKind) {
+    let what = format!("{case:?}, experts differ along {cut:?}, {kind:?}");
+    let expected = &train(Case::of(Strategy::Ddp, [1, 1]), cut, kind)[0];
+    let values: BTreeMap<&String, &Vec<f32>> = expected
+        .own
+        .iter()
+        .map(|(key, _, values)| (key, values))
+        .collect();
+    let mut owned = BTreeMap::new();
+    let ranks = train(case, cut, kind);
+    for rank in &ranks {
+        assert_eq!(rank.norms, expected.norms, "{what}: norms");
+        for (key, elements, found) in &rank.own {
+            let bits = |values: &[f32]| values.iter().map(|value| value.to_bits()).collect::<Vec<_>>();
+            assert_eq!(
+                bits(found),
+                bits(&values[key][elements.clone()]),
+                "{what}: `{key}`"
+            );
+            *owned.entry(key).or_insert(0) += elements.len();
+        }
+    }
+    for step in 0..STEPS as usize {
+        let loss: f64 = ranks.iter().map(|rank| rank.losses[step]).sum();
+        assert_eq!(
+            loss.to_bits(),
+            expected.losses[step].to_bits(),
+            "{what}: loss of step {step}"
+        );
+    }
+    assert!(expected.losses[0] > expected.losses[2], "{:?}", expected.losses);
+    let copies = |key: &str| owned[&key.to_owned()] as f64 / values[&key.to_owned()].len() as f64;
+    let replicas = case.mesh().size(&[Axis::Replicate]) as f64;
+    let of_expert = if cut == Axis::Replicate { 1.0 } else { replicas };
+    assert_eq!(
+        [copies("h.0.up.weight"), copies("h.1.experts.1.weight")],
+        [replicas, of_expert],
+        "{what}: copies of the state"
+    );
+}
+
+#[test]
+fn experts_that_fewer_ranks_sum_train_as_on_one_rank() {
+    for (strategy, accumulate, degrees, cut) in [
+        (Strategy::Ddp, Accumulate::Full, [2, 1], Axis::Replicate),
+        (Strategy::Zero1, Accumulate::Full, [2, 2], Axis::Shard),
+        (Strategy::Zero1, Accumulate::Full, [2, 2], Axis::Replicate),
+        (Strategy::Zero2, Accumulate::Sharded, [2, 2], Axis::Shard),
+        (Strategy::Zero2, Accumulate::Sharded, [2, 2], Axis::Replicate),
+        (Strategy::Zero3, Accumulate::Sharded, [2, 2], Axis::Shard),
+        (Strategy::Zero3, Accumulate::Full, [2, 2], Axis::Replicate),
+        (Strategy::Zero3, Accumulate::Sharded, [1, 2], Axis::Shard),
+    ] {
+        let case = Case {
+            accumulate,
+            ..Case::of(strategy, degrees)
+        };
+        check(case, cut, OptimizerKind::AdamW);
+    }
+}
+
+#[test]
+fn muon_makes_experts_orthogonal_among_the_ranks_that_hold_them() {
+    for cut in [Axis::Shard, Axis::Replicate] {
+        check(Case::of(Strategy::Zero3, [2, 2]), cut, OptimizerKind::Muon);
+    }
+}
