@@ -54,14 +54,10 @@ pub fn summed_over(roles: &Roles) -> Vec<Axis> {
 /// The axes along which ranks hold one copy of the model together, given all its parameters. The ranks along `replicate`
 /// hold copies, unless a parameter is cut there.
 pub fn one_copy(model: &[ParamSpec]) -> Vec<Axis> {
-    let is_cut = |axis| {
-        model
-            .iter()
-            .any(|spec| spec.roles[axis as usize] == AxisRole::Cut)
-    };
-    let axes = Axis::ALL.into_iter();
-    axes.filter(|&axis| axis != Axis::Replicate || is_cut(axis))
-        .collect()
+    let mut roles = model.iter().map(|spec| spec.roles[Axis::Replicate as usize]);
+    let is_split = roles.any(|role| role == AxisRole::Cut);
+    let holds_part = |axis: &Axis| is_split || *axis != Axis::Replicate;
+    Axis::ALL.into_iter().filter(holds_part).collect()
 }
 
 /// True on one of the ranks that hold copies of the same elements along `axes`: along [`one_copy`] it counts them in the

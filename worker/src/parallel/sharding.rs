@@ -299,7 +299,7 @@ fn slice(unit: &ShardUnit, rank: usize) -> Range<usize> {
 
 /// Cuts parameters into neighbours of the same group.
 fn by_group<'a>(layout: &'a GradientLayout, params: &'a [ParamId]) -> impl Iterator<Item = &'a [ParamId]> {
-    let group = |id: &ParamId| (layout.spec(*id).group, summed_over(&layout.spec(*id).roles));
+    let group = move |id: &ParamId| (layout.spec(*id).group, summed_over(&layout.spec(*id).roles));
     params.chunk_by(move |a, b| group(a) == group(b))
 }
 
