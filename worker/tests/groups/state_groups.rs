@@ -9,8 +9,8 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use ddp_worker::collective::Executor;
-use ddp_worker::config::{Accumulate, OptimizerConfig, OptimizerKind, Strategy, Train};
-use ddp_worker::device::{DType, DeviceError, Event};
+use ddp_worker::config::{Accumulate, OptimizerConfig, OptimizerKind, Recompute, Strategy, Train};
+use ddp_worker::device::{Buffer, Compute, DType, DeviceError, Event};
 use ddp_worker::mesh::{Axis, Mesh, SAMPLES};
 use ddp_worker::model::{
     Activation, AxisRole, Block, Context, GradSink, GroupId, Init, Model, ModelPart, ParamId, ParamSpec,
@@ -18,8 +18,8 @@ use ddp_worker::model::{
 };
 use ddp_worker::optim::{Clip, Optimizer, StateMemory, UpdateStep};
 use ddp_worker::parallel::{
-    GradientLayout, LayoutConfig, NormOrder, OwnPiece, Parameters, Reducer, ReducerConfig, ReplicaSet,
-    ReshardPolicy, is_counted, one_copy,
+    ArenaShare, GradientLayout, LayoutConfig, NormOrder, OwnPiece, Parameters, Reducer, ReducerConfig,
+    ReplicaSet, ReshardPolicy, Sharding, is_counted, one_copy,
 };
 
 use crate::collective_world::{PATIENCE, Rank, World, read};
@@ -102,7 +102,7 @@ fn model(experts: Range<usize>, cut: Axis) -> Model {
         holds_embedding: true,
         holds_head: true,
         part: ModelPart::WHOLE,
-        keeps_input: vec![false; LAYERS],
+        recompute: Recompute::Nothing,
     }
 }
 
@@ -113,10 +113,8 @@ fn route(sample: usize) -> usize {
 
 /// Distance of each element from what a sample wants it to be: a multiple of 2⁻⁶.
 fn distances<'a>(key: &str, sample: usize, values: &'a [f32]) -> impl Iterator<Item = f32> + 'a {
-    let seed = key
-        .bytes()
-        .fold(sample * 7919, |seed, byte| seed * 31 + usize::from(byte))
-        % 65_536;
+    let mix = |seed: usize, byte| (seed * 31 + usize::from(byte)) % 65_521;
+    let seed = key.bytes().fold(sample * 7919, mix);
     values.iter().enumerate().map(move |(i, value)| {
         let wanted = ((seed + i * 104_729) % 257) as f32 / 64.0 - 2.0;
         (value * 64.0).round().clamp(-256.0, 256.0) / 64.0 - wanted
@@ -124,6 +122,7 @@ fn distances<'a>(key: &str, sample: usize, values: &'a [f32]) -> impl Iterator<I
 }
 
 /// What a rank has after some steps.
+#[derive(Default)]
 struct Trained {
     /// Of each step: what the rank's samples, and its experts' samples, contribute to the loss.
     losses: Vec<f64>,
@@ -133,116 +132,103 @@ struct Trained {
     own: Vec<(String, Range<usize>, Vec<f32>)>,
 }
 
-fn train(case: Case, cut: Axis, kind: OptimizerKind) -> Vec<Trained> {
-    World::of(&[case.ranks()]).run(Executor::Thread, |rank| train_rank(&rank, case, cut, kind))
+/// A rank at work.
+struct Worker {
+    case: Case,
+    cut: Axis,
+    rank: Rank,
+    compute: Compute,
+    model: Model,
+    sharding: Arc<Sharding>,
+    parameters: Parameters,
+    optimizer: Optimizer,
+    clip: Clip,
 }
 
-fn train_rank(rank: &Rank, case: Case, cut: Axis, kind: OptimizerKind) -> Trained {
-    let shape = case.mesh();
-    let experts_of = |rank: usize| {
-        let (index, each) = (shape.index(rank, &[cut]), EXPERTS / shape.size(&[cut]));
-        index * each..(index + 1) * each
-    };
-    let config = LayoutConfig {
-        first_bucket_bytes: 50_000,
-        bucket_bytes: 100_000,
-        ..LayoutConfig::new(case.ranks())
-    };
-    let layout_of = |model: &Model| GradientLayout::of_model(model, &config).unwrap();
-    let model_of = |rank| model(experts_of(rank), cut);
-    let model = model_of(rank.rank());
-    let whole = layout_of(&self::model(0..EXPERTS, cut));
-    let layout = Arc::new(layout_of(&model));
-    let sharding = Arc::new(case.sharding(&layout, shape.index(rank.rank(), &[Axis::Shard])));
-    let one_copy = one_copy(&model.all_params);
-    let order = shape.members(rank.rank(), &one_copy).into_iter().map(|member| {
-        let at = |axis| shape.index(member, &[axis]);
-        let layout = layout_of(&model_of(member));
-        let sharding = case.sharding(&layout, at(Axis::Shard));
-        let counts = |id| is_counted(&layout.spec(id).roles, &one_copy, at);
-        NormOrder::chunks((&layout, &sharding), at(Axis::Shard), &whole, counts)
-    });
-    let order = NormOrder::new(&order.collect::<Vec<_>>());
-
-    let mesh = Mesh::new(shape, rank.comm.clone(), Executor::Thread);
-    let set = ReplicaSet::of(&mesh, &model.params, &model.all_params).unwrap();
-    let gathers = mesh.group_for(&[Axis::Shard], "parameters").unwrap();
-    let policy = match case.strategy {
-        Strategy::Zero3 => ReshardPolicy::Release {
-            after_forward: true,
-            persist_below: 0,
-        },
-        _ => ReshardPolicy::KeepAll,
-    };
-    let micro_batches = SAMPLE_COUNT / case.ranks();
-    let reduction = ReducerConfig {
-        accumulate: case.accumulate,
-        micro_batches,
-        ..ReducerConfig::default()
-    };
-    let optimizer = OptimizerConfig {
-        kind,
-        lr: 0.05,
-        ..OptimizerConfig::default()
-    };
-    let run = Train {
-        grad_clip: Some(0.5),
-        optimizer: optimizer.clone(),
-        ..Train::default()
-    };
-    let stream = rank.device.stream();
-    let compute = (&rank.device, stream);
-    let parameters = Parameters::new((&set, &gathers), compute, &model, &sharding, policy).unwrap();
-    let mut reducer = Reducer::over(&set, compute, layout.clone(), &sharding, reduction).unwrap();
-    let home = StateMemory::on_device(rank.device.clone());
-    let optimizer = Optimizer::new(home, (&set, &sharding), &model.params, &optimizer).unwrap();
-    let clip = Clip::new(&set, compute, (&sharding, &order), &run).unwrap();
-    let own = |parameters: &Parameters| -> Vec<_> {
-        let pieces = sharding.own_pieces().into_iter();
-        let place = |piece: &OwnPiece| parameters.own().slice(&piece.place);
-        pieces.map(|piece| (place(&piece), piece)).collect()
-    };
-    for (buffer, piece) in own(&parameters) {
-        let mut values = buffer.host_mut::<f32>().unwrap();
-        for (value, i) in values.iter_mut().zip(piece.elements) {
-            *value = (i % 97) as f32 / 97.0;
-        }
+impl Worker {
+    fn new(rank: Rank, case: Case, cut: Axis, kind: OptimizerKind) -> (Self, Reducer) {
+        let model = model_of(case, cut, rank.rank());
+        let layout = Arc::new(layout_of(case, &model));
+        let index = case.mesh().index(rank.rank(), &[Axis::Shard]);
+        let sharding = Arc::new(case.sharding(&layout, index));
+        let mesh = Mesh::new(case.mesh(), rank.comm.clone(), Executor::Thread);
+        let set = ReplicaSet::of(&mesh, &model.params, &model.all_params).unwrap();
+        let gathers = mesh.group_for(&[Axis::Shard], "parameters").unwrap();
+        let policy = match case.strategy {
+            Strategy::Zero3 => ReshardPolicy::Release {
+                after_forward: true,
+                persist_below: 0,
+            },
+            _ => ReshardPolicy::KeepAll,
+        };
+        let reduction = ReducerConfig {
+            accumulate: case.accumulate,
+            micro_batches: SAMPLE_COUNT / case.ranks(),
+            ..ReducerConfig::default()
+        };
+        let config = Train {
+            grad_clip: Some(0.5),
+            optimizer: OptimizerConfig {
+                kind,
+                ..OptimizerConfig::default()
+            },
+            ..Train::default()
+        };
+        let compute = Compute::new(rank.device.clone());
+        let reducer = Reducer::over(&set, &compute, layout, &sharding, reduction).unwrap();
+        let home = StateMemory::on_device(rank.device.clone());
+        let order = norm_order(case, cut, rank.rank());
+        let worker = Self {
+            parameters: Parameters::new((&set, &gathers), &compute, &model, &sharding, policy).unwrap(),
+            optimizer: Optimizer::new(home, &set, &sharding, &model.params, &config.optimizer).unwrap(),
+            clip: Clip::new(&set, &compute, &sharding, &order, &config).unwrap(),
+            case,
+            cut,
+            rank,
+            compute,
+            model,
+            sharding,
+        };
+        (worker, reducer)
     }
-    parameters.updated().unwrap();
 
-    // The ranks that send each other their samples' tokens.
-    let peers = shape.members(rank.rank(), &[cut]).into_iter();
-    let peers: Vec<usize> = peers.map(|peer| shape.index(peer, &SAMPLES)).collect();
-    let samples_of = |key: &str, micro_batch: usize| -> Vec<usize> {
-        let sample = |index| micro_batch * case.ranks() + index;
-        match key
-            .split("experts.")
-            .nth(1)
-            .and_then(|key| key[..1].parse::<usize>().ok())
-        {
-            None => vec![sample(shape.index(rank.rank(), &SAMPLES))],
-            Some(expert) => {
-                let samples = peers.iter().map(|peer| sample(*peer));
-                samples.filter(|sample| route(*sample) == expert).collect()
-            }
-        }
-    };
-    let (mut losses, mut norms) = (Vec::new(), Vec::new());
-    for number in 1..=STEPS {
-        let mut loss = 0.0;
+    /// What the rank owns of the parameters.
+    fn own(&self) -> Vec<(Buffer, OwnPiece)> {
+        let pieces = self.sharding.own_pieces().into_iter();
+        let place = |piece: &OwnPiece| self.parameters.own().slice(&piece.place);
+        pieces.map(|piece| (place(&piece), piece)).collect()
+    }
+
+    /// The samples of a micro-batch that contribute to the gradient of a parameter here: this rank's own; to an expert's,
+    /// those that the ranks along `cut` send it.
+    fn samples_of(&self, key: &str, micro_batch: usize) -> Vec<usize> {
+        let (shape, rank) = (self.case.mesh(), self.rank.rank());
+        let sample = |rank| micro_batch * self.case.ranks() + shape.index(rank, &SAMPLES);
+        let Some((_, expert)) = key.split_once("experts.") else {
+            return vec![sample(rank)];
+        };
+        let samples = shape.members(rank, &[self.cut]).into_iter().map(sample);
+        samples
+            .filter(|&n| expert.starts_with(&route(n).to_string()))
+            .collect()
+    }
+
+    /// Forward and backward of all micro-batches. Returns their loss, and the sums of the gradients.
+    fn passes(&self, reducer: &mut Reducer) -> (f64, ArenaShare) {
+        let (mut loss, micro_batches) = (0.0, SAMPLE_COUNT / self.case.ranks());
         let mut step = reducer.step(micro_batches).unwrap();
         for micro_batch in 0..micro_batches {
             for block in 0..LAYERS {
-                parameters.unshard(block, Pass::Forward).unwrap();
-                parameters.reshard(block, Pass::Forward);
+                self.parameters.unshard(block, Pass::Forward).unwrap();
+                self.parameters.reshard(block, Pass::Forward);
             }
             for block in (0..LAYERS).rev() {
-                parameters.unshard(block, Pass::Backward).unwrap();
-                for id in model.blocks[block].params().iter().rev() {
-                    let key = &model.params[id.0].key;
-                    let values: Vec<f32> = read(&parameters.get(*id));
+                self.parameters.unshard(block, Pass::Backward).unwrap();
+                for id in self.model.blocks[block].params().iter().rev() {
+                    let key = &self.model.params[id.0].key;
+                    let values: Vec<f32> = read(&self.parameters.get(*id));
                     let mut grad = step.grad_mut::<f32>(*id).unwrap();
-                    for sample in samples_of(key, micro_batch) {
+                    for sample in self.samples_of(key, micro_batch) {
                         for (grad, distance) in grad.iter_mut().zip(distances(key, sample, &values)) {
                             *grad += distance / 128.0;
                             loss += f64::from(distance).powi(2);
@@ -251,36 +237,87 @@ fn train_rank(rank: &Rank, case: Case, cut: Axis, kind: OptimizerKind) -> Traine
                     drop(grad);
                     step.ready(*id, Event::reached()).unwrap();
                 }
-                parameters.reshard(block, Pass::Backward);
+                self.parameters.reshard(block, Pass::Backward);
             }
         }
-        let grads = step.finish(Instant::now() + PATIENCE).unwrap().sums();
-        if let Some(work) = clip.measure(stream, &grads) {
-            work.wait(Instant::now() + PATIENCE).unwrap();
+        (loss, step.finish(Instant::now() + PATIENCE).unwrap().sums())
+    }
+
+    fn train(&self, mut reducer: Reducer) -> Trained {
+        for (buffer, piece) in self.own() {
+            let mut values = buffer.host_mut::<f32>().unwrap();
+            for (value, i) in values.iter_mut().zip(piece.elements) {
+                *value = (i % 97) as f32 / 97.0;
+            }
         }
-        clip.finish(stream, None);
-        let update = UpdateStep {
-            scale: clip.scale(),
-            lr: 0.05,
-            number,
-        };
-        let _ = optimizer.step(stream, parameters.own(), &grads, &update);
-        parameters.updated().unwrap();
-        losses.push(loss);
-        norms.extend(read::<f32>(&clip.norm()).iter().map(|norm| norm.to_bits()));
+        self.parameters.updated().unwrap();
+        let mut trained = Trained::default();
+        for number in 1..=STEPS {
+            let (loss, grads) = self.passes(&mut reducer);
+            if let Some(work) = self.clip.measure(&grads) {
+                work.wait(Instant::now() + PATIENCE).unwrap();
+            }
+            self.clip.finish(None);
+            let update = UpdateStep {
+                scale: self.clip.scale(),
+                lr: 0.05,
+                number,
+            };
+            let _ = (self.optimizer).step(self.compute.stream, self.parameters.own(), &grads, &update);
+            self.parameters.updated().unwrap();
+            trained.losses.push(loss);
+            let norm = read::<f32>(&self.clip.norm());
+            trained.norms.push(norm[0].to_bits());
+        }
+        self.parameters.drain().unwrap();
+        assert_eq!(self.parameters.difference(STEPS).unwrap(), None);
+        trained.own = (self.own().into_iter())
+            .map(|(buffer, piece)| {
+                let key = self.model.params[piece.param.0].key.clone();
+                (key, piece.elements, read(&buffer))
+            })
+            .collect();
+        trained
     }
-    parameters.drain().unwrap();
-    assert_eq!(parameters.difference(STEPS).unwrap(), None);
-    let own = own(&parameters).into_iter();
-    let named = own.map(|(buffer, piece)| {
-        let key = model.params[piece.param.0].key.clone();
-        (key, piece.elements, read(&buffer))
+}
+
+/// What a rank holds of the model.
+fn model_of(case: Case, cut: Axis, rank: usize) -> Model {
+    let (index, each) = (
+        case.mesh().index(rank, &[cut]),
+        EXPERTS / case.mesh().size(&[cut]),
+    );
+    model(index * each..(index + 1) * each, cut)
+}
+
+fn layout_of(case: Case, model: &Model) -> GradientLayout {
+    let config = LayoutConfig {
+        first_bucket_bytes: 50_000,
+        bucket_bytes: 100_000,
+        ..LayoutConfig::new(case.ranks())
+    };
+    GradientLayout::of_model(model, &config).unwrap()
+}
+
+/// That of the model with all experts.
+fn norm_order(case: Case, cut: Axis, rank: usize) -> NormOrder {
+    let (shape, all) = (case.mesh(), model(0..EXPERTS, cut));
+    let (whole, one_copy) = (layout_of(case, &all), one_copy(&all.params));
+    let chunks = shape.members(rank, &one_copy).into_iter().map(|member| {
+        let at = |axis| shape.index(member, &[axis]);
+        let layout = layout_of(case, &model_of(case, cut, member));
+        let sharding = case.sharding(&layout, at(Axis::Shard));
+        let counts = |id| is_counted(&layout.spec(id).roles, &one_copy, at);
+        NormOrder::chunks(&layout, &sharding, at(Axis::Shard), &whole, counts)
     });
-    Trained {
-        losses,
-        norms,
-        own: named.collect(),
-    }
+    NormOrder::new(&chunks.collect::<Vec<_>>())
+}
+
+fn train(case: Case, cut: Axis, kind: OptimizerKind) -> Vec<Trained> {
+    World::of(&[case.ranks()]).run(Executor::Thread, |rank| {
+        let (worker, reducer) = Worker::new(rank, case, cut, kind);
+        worker.train(reducer)
+    })
 }
 
 fn check(case: Case, cut: Axis, kind: OptimizerKind) {
@@ -336,11 +373,9 @@ fn experts_that_fewer_ranks_sum_train_as_on_one_rank() {
         (Strategy::Zero3, Accumulate::Full, [2, 2], Axis::Replicate),
         (Strategy::Zero3, Accumulate::Sharded, [1, 2], Axis::Shard),
     ] {
-        let case = Case {
-            accumulate,
-            ..Case::of(strategy, degrees)
-        };
-        check(case, cut, OptimizerKind::AdamW);
+        let mut case = Case::of(strategy, degrees);
+        case.accumulate = accumulate;
+        check(case, cut, OptimizerKind::Adamw);
     }
 }
 
