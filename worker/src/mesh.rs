@@ -309,6 +309,12 @@ impl Mesh {
         self.world.timeline()
     }
 
+    /// Ends the threads of all communicators, the last use of them.
+    pub fn end_threads(&self) {
+        self.groups().iter().for_each(|group| group.comm.end_thread());
+        self.world.end_thread();
+    }
+
     /// Bytes that this rank has sent in all groups.
     pub fn wire_bytes(&self) -> WireBytes {
         let groups = self.groups();

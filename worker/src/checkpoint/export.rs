@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use super::CheckpointError;
 use super::manifest::TensorKind;
 use super::part::{Extent, PartWriter, write_part};
-use super::reader::Reader;
+use super::reader::{Reader, StateSource as _};
 use super::storage::{DiskStep, Storage, write_file};
 use crate::model::{Decoder, Published, Region};
 
@@ -131,10 +131,10 @@ const CHUNK_BYTES: u64 = 4 << 20;
 /// Copies an extent to a file.
 fn copy(source: &Reader, extent: &Extent, part: &mut PartWriter<'_>) -> Result<(), CheckpointError> {
     let Range { start, end } = extent.range;
-    let step = CHUNK_BYTES / extent.dtype.bytes() as u64;
+    let (step, mut chunk) = (CHUNK_BYTES / extent.dtype.bytes() as u64, extent.clone());
     for first in (start..end).step_by(step as usize) {
-        let range = first..end.min(first + step);
-        part.put(&source.read(&extent.tensor, &extent.region, range)?)?;
+        chunk.range = first..end.min(first + step);
+        part.put(&source.read(&chunk)?)?;
     }
     Ok(())
 }

@@ -230,14 +230,19 @@ impl Communicator {
     /// Ends the executor after the operations that are queued. Without it, the last clone's drop closes the queue
     /// and the thread ends by itself. On a stream: waits for what is in it and leaves the group.
     pub fn shutdown(&self) {
+        self.end_thread();
+        let wait = self.0.info.wait();
+        self.0.driver.lock().transport.shutdown(&wait);
+    }
+
+    /// Ends the executor's thread, if it has one, after the operations that are queued: soon once the generation is over.
+    pub fn end_thread(&self) {
         if let Queue::Thread(thread) = &self.0.queue
             && let Some(QueueThread { sender, thread }) = thread.lock().take()
         {
             drop(sender);
             let _ = thread.join();
         }
-        let wait = self.0.info.wait();
-        self.0.driver.lock().transport.shutdown(&wait);
     }
 
     /// Instead of [`Communicator::shutdown`] where the process is about to end because something failed: on a stream,

@@ -16,6 +16,7 @@ use nix::sys::socket::{
     AddressFamily, SockFlag, SockType, UnixAddr, connect, getsockopt, setsockopt, socket, sockopt,
 };
 use nix::sys::time::{TimeVal, TimeValLike as _};
+use parking_lot::Mutex;
 
 use super::outbox::{Outbox, to_line};
 use super::store::{Answered, GRACE, RemoteStore};
@@ -64,7 +65,7 @@ pub(super) const TIMES: Times = Times {
 pub(super) struct Link {
     pub(super) shared: Arc<Shared>,
     stream: UnixStream,
-    threads: Vec<JoinHandle<()>>,
+    threads: Mutex<Vec<JoinHandle<()>>>,
 }
 
 /// What the threads of a link and its users share.
@@ -111,7 +112,7 @@ impl Link {
         let mut link = Self {
             stream: open(address, times.handshake)?,
             shared: Shared::new(times),
-            threads: Vec::new(),
+            threads: Mutex::default(),
         };
         let hello = to_line(&ToAgent::Hello {
             protocol: PROTOCOL,
@@ -158,7 +159,7 @@ impl Link {
     }
 
     fn start(
-        &mut self,
+        &self,
         name: &'static str,
         run: impl FnOnce(&Shared, UnixStream) + Send + 'static,
     ) -> Result<(), SessionError> {
@@ -167,15 +168,15 @@ impl Link {
         let started = self.stream.try_clone();
         let started = started.and_then(|stream| builder.spawn(move || run(&shared, stream)));
         let failed = |e| SessionError::Lost(format!("cannot start thread `{name}`: {e}"));
-        self.threads.push(started.map_err(failed)?);
+        self.threads.lock().push(started.map_err(failed)?);
         Ok(())
     }
 
     /// Writes what is queued, within a bound, then closes the socket and ends the threads.
-    pub(super) fn shutdown(mut self) {
+    pub(super) fn shutdown(&self) {
         self.shared.outbox.flush(Instant::now() + SHUTDOWN_TIMEOUT);
         self.close();
-        for thread in self.threads.drain(..) {
+        for thread in self.threads.lock().drain(..) {
             // The socket is shut down, so that both threads are on their way out of their loops.
             let _ = thread.join();
         }

@@ -18,8 +18,9 @@ const VERDICT_TIMEOUT: Duration = Duration::from_secs(1);
 /// Longest failure message that is sent.
 const MAX_FAILURE_BYTES: usize = 8 << 10;
 
-/// A worker's link to its job. The environment gives the initial values; the assignment that the agent
-/// sends over the control socket is the truth.
+/// A worker's link to its job, for one generation: in the next one it has another. The environment gives the initial
+/// values; the assignment that the agent sends over the control socket is the truth. Clones are the same link.
+#[derive(Clone)]
 pub struct Session {
     env: WorkerEnv,
     node_addr: String,
@@ -27,7 +28,7 @@ pub struct Session {
     store: Arc<dyn KeyValue>,
     cancel: Cancel,
     stop: StopRequest,
-    link: Option<Link>,
+    link: Option<Arc<Link>>,
 }
 
 impl Session {
@@ -102,7 +103,7 @@ impl Session {
             store: link.shared.store.clone(),
             cancel: link.shared.cancel.clone(),
             stop: link.shared.stop.clone(),
-            link: Some(link),
+            link: Some(Arc::new(link)),
         })
     }
 
@@ -227,8 +228,8 @@ impl Session {
     }
 
     /// Leaves the job: writes what is queued, within a bound, and closes the control socket.
-    pub fn shutdown(mut self) {
-        if let Some(link) = self.link.take() {
+    pub fn shutdown(self) {
+        if let Some(link) = &self.link {
             link.shutdown();
         }
     }

@@ -40,11 +40,11 @@ pub(crate) mod strategy;
 mod warm_up;
 mod world;
 
-pub use checkpointing::check_initial_weights;
+pub use checkpointing::{RankSnapshot, RunSnapshot, check_initial_weights};
 pub use error::TrainError;
 pub use reporting::Footprint;
-pub use run::{run_worker, run_worker_with};
-pub use setup::Substitutes;
+pub use run::{Ended, run_generations, run_worker};
+pub use setup::Assignment;
 pub use step::RunSummary;
 pub use strategy::pipeline_plan;
 pub use world::WrapTransport;

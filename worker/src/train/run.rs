@@ -1,39 +1,56 @@
-//! A run of one rank, from a configuration and a session to a summary.
+//! A run of one rank, from a configuration and a session to a summary: one generation, or several in the same process.
 //!
 //! A worker stops at a step boundary when its agent asks: it saves and returns without an error. It stops with an
-//! error as soon as it learns that the generation is over; the next generation goes on from the latest checkpoint.
+//! error as soon as it learns that the generation is over; the next generation goes on from the latest checkpoint, or
+//! from what the ranks of one that was stopped have kept in memory.
 
 use std::path::Path;
 use std::time::Instant;
 
-use ddp_proto::control::{Phase, Sizes};
+use ddp_proto::control::Phase;
 use ddp_proto::words::{counted, duration, quoted, rate};
 
 use super::TrainError;
-use super::checkpointing::{allowed_sizes, failed_saves};
+use super::checkpointing::{failed_saves, snapshot};
 use super::reporting::{Recorder, say, warn};
-use super::setup::{Prepared, Substitutes, open, prepare};
+use super::setup::{Assignment, Prepared, open, prepare};
 use super::startup_table::startup_table;
 use super::step::RunSummary;
+use super::world::World;
 use crate::config::TrainConfig;
 use crate::metrics::{RunDir, Summary};
 use crate::session::Session;
 
+/// How a generation, and the run in it, has ended on a rank.
+pub type Ended = Result<RunSummary, TrainError>;
+
 /// Trains as `config` says, at the place in the job that `session` gives. Every rank of the generation must call it.
 ///
 /// On failure the agent has been told; printing the error is left to the caller.
-pub fn run_worker(config: &TrainConfig, session: &Session) -> Result<RunSummary, TrainError> {
-    run_worker_with(Substitutes::default(), config, session)
+pub fn run_worker(config: &TrainConfig, session: &Session) -> Ended {
+    run_generations(config, Assignment::of(session), |_| None)
 }
 
-/// As [`run_worker`], on parts of the caller's choice.
-pub fn run_worker_with(
-    parts: Substitutes,
+/// As [`run_worker`], in one generation after the other: `next` learns how one has ended on this rank, and gives the
+/// place in the next. By then all that the rank had of the generation is gone: threads, connections, shared memory and
+/// the memory of the device. Returns how the last one has ended.
+pub fn run_generations(
     config: &TrainConfig,
-    session: &Session,
-) -> Result<RunSummary, TrainError> {
+    first: Assignment,
+    mut next: impl FnMut(&mut Ended) -> Option<Assignment>,
+) -> Ended {
+    let mut ended = run_generation(config, first);
+    while let Some(assignment) = next(&mut ended) {
+        ended = run_generation(config, assignment);
+    }
+    ended
+}
+
+fn run_generation(config: &TrainConfig, mut assignment: Assignment) -> Ended {
+    let session = assignment.session.clone();
     session.heartbeat(0, Phase::Starting, None);
-    let result = train(config, session, parts).map_err(|error| {
+    let mut world = None;
+    let ended = train(config, &mut assignment, &mut world).map_err(|error| {
         if let Some(rank) = error.lost_rank() {
             session.report_peer_lost(rank);
         }
@@ -55,25 +72,27 @@ pub fn run_worker_with(
             None => error,
         }
     });
-    if let Err(error) = &result {
+    if let Err(error) = &ended {
         let (message, hint) = error.message_and_hint();
         session.fail(&message, hint.as_deref(), error.is_consequence());
     }
-    result
+    if let Some(World { mesh, cancel, .. }) = world {
+        if ended.is_err() {
+            // What the threads still wait for ends at once.
+            cancel.cancel("this rank has left the generation");
+        }
+        mesh.end_threads();
+    }
+    ended
 }
 
-fn train(config: &TrainConfig, session: &Session, parts: Substitutes) -> Result<RunSummary, TrainError> {
-    let started = Instant::now();
-    let (config, opened) = open(config, session, parts)?;
-    let env = session.env();
-    let sizes = allowed_sizes(&config, opened.mesh());
-    if env.rank.get() == 0 && sizes != Sizes::default() {
-        session.limit_sizes(sizes);
-    }
-    let mut prepared = prepare(&config, opened, session)?;
+fn train(config: &TrainConfig, assignment: &mut Assignment, joined: &mut Option<World>) -> Ended {
+    let (started, keeps_state) = (Instant::now(), assignment.keeps_state);
+    let (config, opened) = open(config, assignment)?;
+    let mut prepared = prepare(&config, opened, joined)?;
     let parts = prepared.trainer.parts();
     let (rank, first_step) = (parts.world.rank(), parts.first_step);
-    let run_dir = (rank == 0).then_some(&prepared.run_dir);
+    let run_dir = (rank == 0).then_some(prepared.run_dir.as_ref());
     let mut recorder = Recorder::open(run_dir, first_step, &config, &parts.world)?;
     let mut last = None;
     if rank == 0 {
@@ -90,12 +109,8 @@ fn train(config: &TrainConfig, session: &Session, parts: Substitutes) -> Result<
         ..RunSummary::default()
     };
     let ended = (prepared.trainer).run(&mut prepared.reducer, &mut recorder, &mut outcome);
-    if ended.as_ref().is_err_and(TrainError::is_unanimous) {
-        // The error that counts is known already.
-        let _ = prepared.trainer.drain_checkpoints();
-    }
-    if ended.is_err() {
-        prepared.trainer.abandon();
+    if let Err(error) = &ended {
+        prepared.trainer.abandon(error);
     }
     if rank == 0 && matches!(ended, Err(TrainError::NotSaved { .. })) {
         // Where the disk takes so little; the error that counts is on its way.
@@ -105,6 +120,11 @@ fn train(config: &TrainConfig, session: &Session, parts: Substitutes) -> Result<
     if rank == 0 {
         finish(&prepared, &recorder, &outcome, started, last)?;
         recorder.check()?;
+    }
+    if keeps_state && outcome.stopped.is_some() {
+        outcome.state = Some(prepared.trainer.save(outcome.steps, |saved, here, at| {
+            Ok(snapshot(here, saved.state(at))?)
+        })?);
     }
     prepared.trainer.parts().world.comm.shutdown();
     Ok(outcome)

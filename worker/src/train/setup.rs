@@ -3,9 +3,12 @@
 use std::sync::Arc;
 use std::time::Instant;
 
+use ddp_proto::control::Sizes;
+
 use super::TrainError;
 use super::checkpointing::{
-    BatchBefore, Checkpoints, Origin, check_initial_weights, document, identity, open_checkpoint, rescale,
+    BatchBefore, Checkpoints, Origin, RunSnapshot, SavedRun, allowed_sizes, check_initial_weights, document,
+    identity, load, open_checkpoint, rescale,
 };
 use super::device_choice::Choice;
 use super::rank_spec::RankSpec;
@@ -15,28 +18,49 @@ use super::reporting::ProfilingWindow;
 use super::step::{Trainer, TrainerParts};
 use super::warm_up::warm_up;
 use super::world::{World, WrapTransport, is_restarted, threads, timeout};
-use crate::checkpoint::{Batch, Disk, State, Storage};
+use crate::checkpoint::{Batch, Disk, StateSource as _, Storage};
 use crate::config::{OptimizerOffload, TrainConfig};
 use crate::cuda::GpuFacts;
 use crate::data::{BatchShape, Dataset, Loader, ORDER_VERSION, Sampler};
 use crate::device::{ArenaSpec, Buffer, Device, DeviceError};
 use crate::libraries::{Library, LibraryKind};
-use crate::mesh::{MeshShape, SAMPLES};
+use crate::mesh::SAMPLES;
 use crate::metrics::{Request, RunDir};
 use crate::ops::Cast;
 use crate::optim::{Clip, PIECE, StateMemory};
 use crate::parallel::{GradientLayout, Parameters, Reducer, Signature, check_agreement};
 use crate::session::Session;
 
-/// Parts of the machine to use instead of what the configuration leads to.
-#[derive(Clone, Default)]
-pub struct Substitutes {
+/// A rank's place in one generation, the state that it goes on from, and parts of the machine to use instead of what the
+/// configuration leads to.
+pub struct Assignment {
+    /// Its link to the job in this generation.
+    pub session: Session,
     /// Holds the arenas and runs the operations.
     pub device: Option<Arc<dyn Device>>,
     /// Takes the checkpoints; reading them is left to the file system.
     pub storage: Option<Arc<dyn Storage>>,
     /// Comes between the communicators and the transport of host memory.
     pub transport: Option<WrapTransport>,
+    /// The state in the memory of the ranks of an earlier generation, on all ranks or on none. `None`: the latest checkpoint
+    /// of the run, or first values.
+    pub memory: Option<Arc<RunSnapshot>>,
+    /// Whether this rank keeps a copy of its state when the generation has ended in order.
+    pub keeps_state: bool,
+}
+
+impl Assignment {
+    /// The only one of a process, on the machine as it is.
+    pub fn of(session: &Session) -> Self {
+        Self {
+            session: session.clone(),
+            device: None,
+            storage: None,
+            transport: None,
+            memory: None,
+            keeps_state: false,
+        }
+    }
 }
 
 /// A trainer and what belongs to it.
@@ -45,7 +69,7 @@ pub(super) struct Prepared<'a> {
     pub(super) reducer: Reducer,
     /// What NCCL has taken of the device's memory, with what other processes took meanwhile.
     pub(super) nccl_bytes: u64,
-    pub(super) run_dir: RunDir,
+    pub(super) run_dir: Arc<RunDir>,
     pub(super) dataset: Dataset,
     /// What another number of ranks has changed, in words.
     pub(super) rescaled: Option<String>,
@@ -55,58 +79,57 @@ pub(super) struct Prepared<'a> {
     pub(super) steps_before: Option<u64>,
 }
 
-/// The files of a run, on which all ranks have agreed.
-pub(super) struct Opened {
+/// The files of a run, on which all ranks have agreed, and the state that it goes on from.
+pub(super) struct Opened<'a> {
+    assignment: &'a Assignment,
     spec: RankSpec,
     /// The layout of the gradients of a rank with the blocks of all stages.
     whole: Arc<GradientLayout>,
     choice: Choice,
     dataset: Dataset,
-    run_dir: RunDir,
-    storage: Option<Arc<dyn Storage>>,
-    transport: Option<WrapTransport>,
-    /// What every checkpoint says of the run.
-    identity: State,
+    run: SavedRun,
     origin: Origin,
     rescaled: Option<String>,
 }
 
-impl Opened {
-    pub(super) fn mesh(&self) -> &MeshShape {
-        &self.spec.strategy.mesh
-    }
-}
-
 /// Opens everything and checks that all ranks agree. Returns the configuration to train with as well: the one that is
 /// given, but for the accumulation of a run that goes on on another number of ranks.
-pub(super) fn open(
+pub(super) fn open<'a>(
     config: &TrainConfig,
-    session: &Session,
-    parts: Substitutes,
-) -> Result<(TrainConfig, Opened), TrainError> {
+    assignment: &'a mut Assignment,
+) -> Result<(TrainConfig, Opened<'a>), TrainError> {
+    let session = &assignment.session;
     let env = session.env();
     let mut spec = RankSpec::of(config, env)?;
     let mut whole = spec.whole_layout()?;
     let dataset = Dataset::open(&config.data, config.model.block_size, &config.vocabulary)?;
     let begins = !is_restarted(env) && RunDir::begins(&config.run, &env.run_id);
-    let choice = Choice::of(config, session, parts.device, !begins)?;
-    agree(config, session, &spec, &whole, &dataset, &choice)?;
+    let choice = Choice::of(config, session, assignment.device.clone(), !begins)?;
+    agree(config, assignment, &spec, &whole, &dataset, &choice)?;
     if begins {
         // Before the folder is made, or emptied.
         check_initial_weights(config)?;
     }
-    let (run_dir, start) = open_run_dir(config, session)?;
-    // Checkpoints tell of the configuration as it was given.
-    let mut identity = identity(config, &dataset)?;
-    let origin = match start {
-        None => Origin::of_new(config, &spec.model, session)?,
-        Some(step) => Origin::Checkpoint(open_checkpoint(run_dir.path(), step, &identity)?),
+    let (dir, latest) = open_run_dir(config, session)?;
+    let mut run = SavedRun {
+        dir: Arc::new(dir),
+        latest,
+        // Checkpoints tell of the configuration as it was given.
+        identity: identity(config, &dataset)?,
+        storage: assignment.storage.clone().unwrap_or_else(|| Arc::new(Disk)),
+    };
+    // Freed as soon as it is loaded.
+    let origin = match (assignment.memory.take(), latest) {
+        (Some(memory), _) => Origin::Saved(memory),
+        (None, Some(step)) => Origin::Saved(Arc::new(open_checkpoint(run.dir.path(), step, &run.identity)?)),
+        (None, None) => Origin::fresh(config, &spec.model, session)?,
     };
     let mut config = config.clone();
     let (ranks, given) = (
         spec.strategy.mesh.size(&SAMPLES) as u64,
         config.train.grad_accumulation,
     );
+    run.identity.skipped = origin.saved().map_or(0, |saved| saved.skipped);
     let rescaled = match origin.saved().and_then(BatchBefore::of) {
         None => None,
         Some(before) => rescale(&mut config, ranks, &before)?,
@@ -115,39 +138,44 @@ pub(super) fn open(
         spec = RankSpec::of(&config, env)?;
         whole = spec.whole_layout()?;
     }
-    identity.batch = Some(Batch {
+    run.identity.batch = Some(Batch {
         samples: ranks * (config.train.micro_batch * config.train.grad_accumulation) as u64,
         ranks,
     });
+    let sizes = allowed_sizes(&config, &spec.strategy.mesh);
+    if env.rank.get() == 0 && sizes != Sizes::default() {
+        session.limit_sizes(sizes);
+    }
     let opened = Opened {
+        assignment,
         spec,
         whole,
         choice,
         dataset,
-        run_dir,
-        storage: parts.storage,
-        transport: parts.transport,
-        identity,
+        run,
         origin,
         rescaled,
     };
     Ok((config, opened))
 }
 
-/// Finds the other ranks, and loads or initialises the parameters.
+/// Finds the other ranks, who are then in `joined`, and loads or initialises the parameters.
 pub(super) fn prepare<'a>(
     config: &'a TrainConfig,
-    opened: Opened,
-    session: &'a Session,
+    opened: Opened<'a>,
+    joined: &mut Option<World>,
 ) -> Result<Prepared<'a>, TrainError> {
-    let (dataset, run_dir) = (opened.dataset, opened.run_dir);
+    let (dataset, run_dir) = (opened.dataset, opened.run.dir.clone());
+    let Assignment {
+        session, transport, ..
+    } = opened.assignment;
     let spec = opened.spec;
     let norm_order = spec.norm_order(&opened.whole)?;
     let activations = spec.activations()?;
-    let (env, choice) = (session.env(), opened.choice);
-    let device = choice.open(config, env)?;
+    let device = opened.choice.open(config, session.env())?;
     let taken_before = device.taken_bytes();
-    let world = World::connect(config, session, device, opened.transport, spec.strategy.mesh)?;
+    let world = World::connect(config, session, device, transport.clone(), spec.strategy.mesh)?;
+    *joined = Some(world.clone());
     let groups = spec.connect(&world)?;
     let taken = world
         .compute
@@ -174,12 +202,7 @@ pub(super) fn prepare<'a>(
         step_table: StepTable::new(&world)?,
         loader: loader(config, &world, &dataset),
         validation: dataset.val.clone(),
-        checkpoints: Checkpoints::new(
-            (&run_dir, env.generation.get()),
-            (config, &world),
-            opened.storage.unwrap_or_else(|| Arc::new(Disk)),
-            opened.identity,
-        ),
+        checkpoints: Checkpoints::new(opened.run, config, &world),
         window: ProfilingWindow::new(config, run_dir.path(), &replica.model, &world),
         first_step: 0,
         config,
@@ -228,17 +251,16 @@ fn state_home(
     }
 }
 
-/// Parameters and moments of the checkpoint, or first values; then the same on all ranks.
+/// Parameters and moments that were saved, or first values; then the same on all ranks.
 fn begin(parts: &mut TrainerParts<'_>, origin: &Origin, dataset: &Dataset) -> Result<(), TrainError> {
     let config = parts.config;
     parts.with_checkpoints(|checkpoints, here| checkpoints.reserve(here, config))?;
     let (replica, optimizer, seed) = (&parts.replica, &parts.optimizer, config.run.seed);
     match origin {
-        Origin::Seed => replica.initialise(optimizer, seed, None)?,
-        Origin::Pretrained(weights) => replica.initialise(optimizer, seed, Some(weights))?,
-        Origin::Checkpoint(saved) => {
-            parts.with_checkpoints(|checkpoints, here| checkpoints.load(here, saved))?;
-            let state = &saved.manifest().state;
+        Origin::Fresh(weights) => replica.initialise(optimizer, seed, weights.as_ref())?,
+        Origin::Saved(saved) => {
+            parts.with_checkpoints(|_, here| load(here, saved.as_ref()))?;
+            let state = saved.state();
             parts.loader =
                 loader(parts.config, &parts.world, dataset).resumed(state.step, state.consumed_samples);
             parts.first_step = state.step;
@@ -323,7 +345,7 @@ fn open_run_dir(config: &TrainConfig, session: &Session) -> Result<(RunDir, Opti
 /// Refuses to begin unless all that ranks must have in common is the same. Paths and threads are each node's own affair.
 fn agree(
     config: &TrainConfig,
-    session: &Session,
+    assignment: &Assignment,
     spec: &RankSpec,
     whole: &GradientLayout,
     dataset: &Dataset,
@@ -354,6 +376,8 @@ fn agree(
         spec.plan.signature(),
     );
     signature.field("kind of device", choice.kind());
+    let in_memory = assignment.memory.as_ref().map_or(0, |memory| memory.state().step);
+    signature.field("step of the state in memory (0: none)", in_memory);
     if let Choice::Gpu(ordinal) = choice {
         // Replicas whose kernels another compiler has made, or another GPU runs, drift apart.
         signature.field("GPU", GpuFacts::of(*ordinal)?.name);
@@ -362,5 +386,5 @@ fn agree(
             signature.field(kind.facts().name, version.map_err(DeviceError::from)?);
         }
     }
-    Ok(check_agreement(session, "start", &signature, timeout(config))?)
+    Ok(check_agreement(&assignment.session, "start", &signature, timeout(config))?)
 }

@@ -15,7 +15,7 @@ use ddp_worker::checkpoint::{Reader, Which};
 use ddp_worker::config::{CheckpointKeep, Resume, Strategy, TrainConfig};
 use ddp_worker::metrics::Summary;
 use ddp_worker::session::Phase;
-use ddp_worker::train::{Substitutes, TrainError, run_worker_with};
+use ddp_worker::train::{Assignment, TrainError, run_generations};
 
 const DEADLINE: Duration = Duration::from_mins(10);
 
@@ -429,11 +429,11 @@ fn a_rank_that_waits_for_a_slow_disk_says_that_it_is_alive() {
         None
     };
     let (outcome, _) = with_agent(job.env(0, 1), listen, |session| {
-        let parts = Substitutes {
+        let assignment = Assignment {
             storage: Some(WatchedDisk::storage(Arc::new(slow))),
-            ..Substitutes::default()
+            ..Assignment::of(session)
         };
-        run_worker_with(parts, &job.config, session)
+        run_generations(&job.config, assignment, |_| None)
     });
     outcome.unwrap();
 }

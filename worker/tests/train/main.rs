@@ -3,6 +3,7 @@
 mod checkpoint_worlds;
 mod checkpoints;
 mod costs;
+mod generations;
 mod host_offload;
 mod inference;
 mod initial_weights;

@@ -14,7 +14,7 @@ use ddp_worker::config::{
 };
 use ddp_worker::plan::Estimate;
 use ddp_worker::session::Session;
-use ddp_worker::train::{Substitutes, TrainError, run_worker_with};
+use ddp_worker::train::{Assignment, TrainError, run_generations};
 
 const STRATEGIES: [Strategy; 4] = [Strategy::Ddp, Strategy::Zero1, Strategy::Zero2, Strategy::Zero3];
 
@@ -404,11 +404,11 @@ fn a_run_on_an_asynchronous_device_stops_with_all_steps_told() {
         _ => None,
     };
     let (outcome, _) = with_agent(job.env(0, 1), stop, |session| {
-        let parts = Substitutes {
+        let assignment = Assignment {
             device: Some(Arc::new(DeferredDevice::new())),
-            ..Substitutes::default()
+            ..Assignment::of(session)
         };
-        run_worker_with(parts, &job.config, session)
+        run_generations(&job.config, assignment, |_| None)
     });
     let summary = outcome.unwrap();
     assert_eq!(summary.stopped.as_deref(), Some("SIGTERM"));

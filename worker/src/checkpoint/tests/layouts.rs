@@ -46,6 +46,14 @@ fn regions(layout: Layout) -> Vec<Vec<Region>> {
     }
 }
 
+/// Elements of a box of the tensor.
+fn read_box(reader: &Reader, region: &Region, range: Range<u64>) -> Result<Vec<u8>, CheckpointError> {
+    reader.read(&Extent {
+        region: region.clone(),
+        ..extent(parameter("w"), &[8, 8, 3], range)
+    })
+}
+
 /// Element `number` of the whole tensor.
 fn value(number: u64) -> [u8; 4] {
     (number as u32).wrapping_mul(2_654_435_761).to_le_bytes()
@@ -113,7 +121,7 @@ proptest! {
         let folder = saved_as(wrote, shards);
         let reader = Reader::open(folder.path(), Which::Latest).unwrap();
         reader.verify().unwrap();
-        let found = reader.read(&parameter("w"), &region, range.clone()).unwrap();
+        let found = read_box(&reader, &region, range.clone()).unwrap();
         prop_assert_eq!(found, content(&region, range));
     }
 }
@@ -150,10 +158,7 @@ fn damage_in_a_region_is_named_with_the_region() {
         "{error}"
     );
     let left = Region::new(vec![[0, 8], [0, 4], [0, 3]]);
-    assert_eq!(
-        reader.read(&parameter("w"), &left, 0..96).unwrap(),
-        content(&left, 0..96)
-    );
+    assert_eq!(read_box(&reader, &left, 0..96).unwrap(), content(&left, 0..96));
 }
 
 /// All hashes are right: the numbers would come back in other places.
@@ -184,7 +189,7 @@ fn what_is_no_box_of_the_tensor_is_not_read() {
         (vec![[0, u64::MAX], [0, u64::MAX], [0, 3]], 0..1),
     ] {
         let region = Region::new(bounds);
-        let found = reader.read(&parameter("w"), &region, range);
+        let found = read_box(&reader, &region, range);
         assert!(matches!(found, Err(CheckpointError::Misuse(_))), "{region}");
     }
 }

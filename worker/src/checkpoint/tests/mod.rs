@@ -9,7 +9,10 @@ use std::sync::Arc;
 use tempfile::TempDir;
 
 use super::storage::{Disk, DiskStep, Storage};
-use super::{CheckpointError, Extent, Reader, Rng, State, TensorKind, TensorName, Which, Writer, step_name};
+use super::{
+    CheckpointError, Extent, Reader, Rng, State, StateSource as _, TensorKind, TensorName, Which, Writer,
+    step_name,
+};
 use crate::device::DType;
 use crate::model::Region;
 
@@ -103,7 +106,7 @@ fn piece<'a>(key: &str, range: Range<u64>, all: &'a [u8]) -> (Extent, &'a [u8]) 
 fn read(reader: &Reader, key: &str, range: Range<u64>) -> Result<Vec<u8>, CheckpointError> {
     let tensor = reader.manifest().tensor(&parameter(key));
     let shape = tensor.map_or(SHAPE, |tensor| &tensor.shape);
-    reader.read(&parameter(key), &Region::whole(shape), range)
+    reader.read(&extent(parameter(key), shape, range))
 }
 
 /// Saves `w` whole and `m` in two files, as two ranks would.

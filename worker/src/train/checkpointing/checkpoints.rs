@@ -8,17 +8,14 @@
 //!
 //! A save that failed, on whichever rank, failed on all of them; nothing of it stays, and training continues.
 
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ddp_proto::words::{counted, numbered};
 
-use super::owned_state::{RankState, copy, load, written};
+use super::owned_state::{RankState, copy, written};
 use super::save_thread::{Leader, SaveTask, SaveThread, Stage, spawn, unreadable};
-use crate::checkpoint::{
-    CheckpointError, Extent, Fence, Reader, Rng, State, Storage, TOKENIZER_FILE, step_name,
-};
+use crate::checkpoint::{CheckpointError, Extent, Rng, State, Storage, TOKENIZER_FILE, step_name};
 use crate::config::{CheckpointKeep, OptimizerOffload, Tokenizer, TrainConfig};
 use crate::data::{Dataset, ORDER_VERSION};
 use crate::device::{Arena, ArenaSpec, DType, DeviceError, HostMemory, Stream};
@@ -43,13 +40,7 @@ const LAST_PAUSE: Duration = Duration::from_secs(2);
 
 /// The checkpoints of a run, and the save under way.
 pub(crate) struct Checkpoints {
-    out_dir: PathBuf,
-    generation: u64,
-    /// On rank 0: no later generation has taken the run's folder.
-    fence: Option<Fence>,
-    /// What every checkpoint of this run says of it. Its skipped steps are those of earlier lives.
-    identity: State,
-    storage: Arc<dyn Storage>,
+    run: SavedRun,
     keep: Option<CheckpointKeep>,
     every: u64,
     /// A save fails if the file system does not answer a request within this time.
@@ -61,13 +52,22 @@ pub(crate) struct Checkpoints {
     pending: Option<SaveThread>,
     /// The save before, whose thread may still be cleaning up, or hang.
     before: Option<SaveThread>,
-    /// Step of the last checkpoint that was saved or loaded.
+    /// Step of the last checkpoint of the run.
     last: Option<u64>,
-    resumed_from: Option<u64>,
     /// Saves in the middle of the run that failed.
     failed: u64,
     /// Time for which training waited since the last call of [`Checkpoints::take_stalled`].
     stalled: Duration,
+}
+
+/// A run whose state is saved, in one of its generations.
+pub(crate) struct SavedRun {
+    pub(crate) dir: Arc<RunDir>,
+    /// Step of the latest checkpoint of earlier generations, which is kept.
+    pub(crate) latest: Option<u64>,
+    /// What every checkpoint says of the run. Its skipped steps are those of earlier lives.
+    pub(crate) identity: State,
+    pub(crate) storage: Arc<dyn Storage>,
 }
 
 /// Steps finished, and samples consumed by them.
@@ -120,19 +120,8 @@ struct Ended {
 }
 
 impl Checkpoints {
-    /// `identity` is what every checkpoint says of the run.
-    pub(crate) fn new(
-        (run_dir, generation): (&RunDir, u64),
-        (config, world): (&TrainConfig, &World),
-        storage: Arc<dyn Storage>,
-        identity: State,
-    ) -> Self {
+    pub(crate) fn new(run: SavedRun, config: &TrainConfig, world: &World) -> Self {
         Self {
-            out_dir: run_dir.path().to_owned(),
-            fence: run_dir.fence(),
-            generation,
-            identity,
-            storage,
             keep: config.train.checkpoint_keep,
             every: config.train.checkpoint_every,
             timeout: Duration::from_secs_f64(config.train.checkpoint_timeout_s),
@@ -140,8 +129,8 @@ impl Checkpoints {
             snapshot: None,
             pending: None,
             before: None,
-            last: None,
-            resumed_from: None,
+            last: run.latest,
+            run,
             failed: 0,
             stalled: Duration::ZERO,
         }
@@ -186,14 +175,14 @@ impl Checkpoints {
         std::mem::take(&mut self.stalled)
     }
 
-    /// Loads the state of an opened checkpoint. Every rank calls it.
-    pub(crate) fn load(&mut self, here: RankState<'_>, saved: &Reader) -> Result<(), TrainError> {
-        load(here, saved)?;
-        let State { step, skipped, .. } = saved.manifest().state;
-        self.last = Some(step);
-        self.resumed_from = Some(step);
-        self.identity.skipped = skipped;
-        Ok(())
+    /// What is saved with the parameters and moments.
+    pub(crate) fn state(&self, at: Position) -> State {
+        State {
+            step: at.step,
+            consumed_samples: at.samples,
+            skipped: self.run.identity.skipped.saturating_add(at.skipped),
+            ..self.run.identity.clone()
+        }
     }
 
     /// Begins the save of a step in the middle of the run, after the end of the one before. Every rank calls it.
@@ -342,14 +331,14 @@ impl Checkpoints {
         let speaks = ended.failed.first().is_none_or(|first| *first == rank);
         if let (true, Some(error)) = (speaks, &ended.own) {
             let next_due = (self.every > 0).then(|| (ended.step / self.every + 1) * self.every);
-            warn(&ended.words(error, (retry, next_due), self.last));
+            warn(&ended.words(error, retry, next_due, self.last));
         }
     }
 
     /// Copies, and starts the thread. Errors are reported like those of a save.
     fn begin(&mut self, here: RankState<'_>, at: Position, snapshot: Option<&Arena>) {
         let task = self.task(here, at, snapshot);
-        self.pending = Some(SaveThread::start(spawn, &self.out_dir, at.step, task));
+        self.pending = Some(SaveThread::start(spawn, self.run.dir.path(), at.step, task));
     }
 
     /// What the thread is to do.
@@ -374,22 +363,18 @@ impl Checkpoints {
         };
         readable.map_err(|e| unreadable(at.step, &e))?;
         let leader = (here.world.rank() == 0).then(|| Leader {
-            state: State {
-                step: at.step,
-                consumed_samples: at.samples,
-                skipped: self.identity.skipped.saturating_add(at.skipped),
-                ..self.identity.clone()
-            },
+            state: self.state(at),
             keep: self.keep,
-            needed: self.resumed_from.into_iter().collect(),
+            needed: self.run.latest.into_iter().collect(),
         });
         Ok(SaveTask {
-            storage: self.storage.clone(),
-            out_dir: self.out_dir.clone(),
+            storage: self.run.storage.clone(),
+            out_dir: self.run.dir.path().to_owned(),
             step: at.step,
-            generation: self.generation,
-            fence: self.fence.clone(),
-            rank: (here.world.rank(), here.world.size()),
+            generation: here.session.env().generation.get(),
+            fence: self.run.dir.fence(),
+            rank: here.world.rank(),
+            ranks: here.world.size(),
             tensors,
             live: snapshot.is_none().then(|| (home.clone(), self.stream)),
             leader,
@@ -404,7 +389,8 @@ impl Ended {
     fn words(
         &self,
         error: &CheckpointError,
-        next: (Option<Duration>, Option<u64>),
+        retry: Option<Duration>,
+        next_due: Option<u64>,
         latest: Option<u64>,
     ) -> String {
         let step = self.step;
@@ -414,7 +400,7 @@ impl Ended {
             );
         }
         let ranks = numbered("rank", &self.failed);
-        let next = match next {
+        let next = match (retry, next_due) {
             (Some(pause), _) => format!("retrying in {} s", pause.as_secs()),
             (None, Some(due)) => format!("training continues; the next one is due after step {due}"),
             (None, None) => "training continues".into(),
@@ -499,6 +485,8 @@ pub(crate) fn failed_saves(saves: u64, latest: Option<&str>) -> Option<String> {
 
 #[cfg(test)]
 mod tests {
+    use std::path::PathBuf;
+
     use super::*;
 
     #[test]
@@ -528,12 +516,12 @@ mod tests {
             failed: vec![1, 2],
             own: None,
         };
-        insta::assert_snapshot!(ended.words(&error, (None, Some(60)), Some(20)), @r"
+        insta::assert_snapshot!(ended.words(&error, None, Some(60), Some(20)), @r"
         the checkpoint of step 40 was not saved on ranks 1, 2; training continues; the next one is due after step 60 (the latest is `step_00000020`)
           cannot write `out/x`: No space left on device (os error 28)
           hint: free some space there
         ");
-        insta::assert_snapshot!(ended.words(&error, (Some(Duration::from_secs(2)), None), None), @r"
+        insta::assert_snapshot!(ended.words(&error, Some(Duration::from_secs(2)), None, None), @r"
         the checkpoint of step 40 was not saved on ranks 1, 2; retrying in 2 s (none exists yet)
           cannot write `out/x`: No space left on device (os error 28)
           hint: free some space there
@@ -542,7 +530,7 @@ mod tests {
             failed: Vec::new(),
             ..ended
         };
-        insta::assert_snapshot!(ended.words(&error, (None, Some(60)), Some(20)), @r"
+        insta::assert_snapshot!(ended.words(&error, None, Some(60), Some(20)), @r"
         the checkpoint of step 40 is saved, but older ones that are not kept could not be deleted: cannot write `out/x`: No space left on device (os error 28)
           hint: free some space there
         ");

@@ -5,7 +5,7 @@
 //! | `checkpoints.rs` | saves as the training loop sees them; what follows from how far each rank is |
 //! | `save_thread.rs` | one save, written beside the training; what it waits for |
 //! | `owned_state.rs` | what of the state a rank owns, writes and reads |
-//! | `resume.rs` | where the state of a run comes from: the seed, published weights, a checkpoint |
+//! | `resume.rs` | where the state of a run comes from: the seed, published weights, a checkpoint, memory |
 //! | `rescale.rs` | the global batch of a run that goes on on another number of ranks |
 
 mod checkpoints;
@@ -14,8 +14,8 @@ mod rescale;
 mod resume;
 mod save_thread;
 
-pub(super) use checkpoints::{Checkpoints, Position, document, failed_saves, identity};
-pub(super) use owned_state::RankState;
+pub(super) use checkpoints::{Checkpoints, Position, SavedRun, document, failed_saves, identity};
+pub(super) use owned_state::{RankState, load, snapshot};
 pub(super) use rescale::{BatchBefore, allowed_sizes, rescale};
-pub use resume::check_initial_weights;
 pub(super) use resume::{Origin, open_checkpoint};
+pub use resume::{RankSnapshot, RunSnapshot, check_initial_weights};

@@ -1,15 +1,18 @@
 //! Where the state of a run comes from. A run that goes on from a checkpoint must have some things in common with the
-//! one that wrote it. Published weights count at the beginning of a run only.
+//! one that wrote it. Published weights count at the beginning of a run only. A generation may also go on from what the
+//! ranks of the one before have kept in memory: each rank reads the parts that it needs, as from a checkpoint.
 
+use std::ops::Range;
 use std::path::Path;
+use std::sync::Arc;
 
 use ddp_proto::words::grouped;
 use serde_json::Value;
 
-use crate::checkpoint::{Reader, State, Which};
+use crate::checkpoint::{CheckpointError, Extent, Reader, State, StateSource, Which};
 use crate::config::{self, TrainConfig};
 use crate::data::ORDER_VERSION;
-use crate::model::{Model, ModelPart};
+use crate::model::{Model, ModelPart, Overlap};
 use crate::parallel::{Dtypes, Signature, check_agreement};
 use crate::pretrained::PretrainedWeights;
 use crate::session::Session;
@@ -27,6 +30,9 @@ const FIXED_KEYS: &[&str] = &[
     "/train/optimizer/kind",
 ];
 
+/// Bytes of an element: all of the state is f32.
+const WIDTH: usize = size_of::<f32>();
+
 /// Refuses what the ranks of a run that begins would refuse of `model.init_from`, if it is set.
 pub fn check_initial_weights(config: &TrainConfig) -> Result<(), TrainError> {
     let Some(path) = &config.model.init_from else {
@@ -37,41 +43,90 @@ pub fn check_initial_weights(config: &TrainConfig) -> Result<(), TrainError> {
     Ok(())
 }
 
+/// What one rank owned of the state when its generation ended: copies on the host.
+#[derive(Clone, Debug, PartialEq)]
+pub struct RankSnapshot {
+    pub(super) state: State,
+    pub(super) owned: Vec<(Extent, Vec<u8>)>,
+}
+
+/// The state of a run in the memory of its ranks: the snapshots of enough of them, whatever their number was.
+pub struct RunSnapshot(Vec<RankSnapshot>);
+
+impl RunSnapshot {
+    /// `None` unless all are of the same step.
+    pub fn of(ranks: Vec<RankSnapshot>) -> Option<Self> {
+        let at = |rank: &RankSnapshot| (rank.state.step, rank.state.consumed_samples, rank.state.skipped);
+        let first = at(ranks.first()?);
+        ranks.iter().all(|rank| at(rank) == first).then_some(Self(ranks))
+    }
+}
+
+impl StateSource for RunSnapshot {
+    fn state(&self) -> &State {
+        &self.0[0].state
+    }
+
+    fn read(&self, part: &Extent) -> Result<Vec<u8>, CheckpointError> {
+        let mut bytes = vec![0; part.bytes() as usize];
+        let mut missing = vec![true; bytes.len() / WIDTH];
+        let owned = self.0.iter().flat_map(|rank| &rank.owned);
+        for (held, of_held) in owned.filter(|(held, _)| held.tensor == part.tensor) {
+            let (overlap, ranges) = (
+                Overlap::of(&part.region, &held.region),
+                [&part.range, &held.range],
+            );
+            for run in overlap
+                .iter()
+                .flat_map(|overlap| overlap.runs(ranges.map(Range::clone)))
+            {
+                let starts = [run.starts[0] - part.range.start, run.starts[1] - held.range.start];
+                let ([to, from], len) = (starts.map(|start| start as usize), run.len as usize);
+                missing[to..to + len].fill(false);
+                bytes[to * WIDTH..][..len * WIDTH].copy_from_slice(&of_held[from * WIDTH..][..len * WIDTH]);
+            }
+        }
+        if missing.contains(&true) {
+            let (range, tensor) = (&part.range, &part.tensor);
+            let lost = format!("no rank has kept all of elements {range:?} of tensor `{tensor}` in memory");
+            return Err(CheckpointError::NotSaved(lost));
+        }
+        Ok(bytes)
+    }
+}
+
 /// Where the state of a run comes from.
-#[expect(clippy::large_enum_variant, reason = "a process has one of them")]
 pub(crate) enum Origin {
-    /// Random numbers, from the seed alone.
-    Seed,
-    /// Published weights, and random numbers where they have none.
-    Pretrained(PretrainedWeights),
-    /// A checkpoint of its own.
-    Checkpoint(Reader),
+    /// Published weights, if there are some, and random numbers from the seed.
+    Fresh(Option<PretrainedWeights>),
+    /// A checkpoint of its own, or the memory of ranks.
+    Saved(Arc<dyn StateSource>),
 }
 
 impl Origin {
     /// Of a run that begins. Parameters are opened, and must be the same on all ranks. Every rank calls it.
-    pub(crate) fn of_new(config: &TrainConfig, model: &Model, session: &Session) -> Result<Self, TrainError> {
+    pub(crate) fn fresh(config: &TrainConfig, model: &Model, session: &Session) -> Result<Self, TrainError> {
         let Some(path) = &config.model.init_from else {
-            return Ok(Self::Seed);
+            return Ok(Self::Fresh(None));
         };
         let weights = PretrainedWeights::open(path, &config.model, &model.all_params)?;
         let mut signature = Signature::new();
         signature.field("content of `model.init_from`", weights.fingerprint()?);
         check_agreement(session, "initial weights", &signature, timeout(config))?;
-        Ok(Self::Pretrained(weights))
+        Ok(Self::Fresh(Some(weights)))
     }
 
-    /// The state that the checkpoint was saved with, if it is one.
+    /// What was saved with the state, if it goes on from one.
     pub(crate) fn saved(&self) -> Option<&State> {
         match self {
-            Self::Checkpoint(reader) => Some(&reader.manifest().state),
-            Self::Seed | Self::Pretrained(_) => None,
+            Self::Saved(source) => Some(source.state()),
+            Self::Fresh(_) => None,
         }
     }
 
     /// The weights, if it is some, as in `gpt2 (124,439,808 parameters, f16)`, and what is not from there.
     pub(crate) fn weights_words(&self) -> Option<String> {
-        let Self::Pretrained(weights) = self else {
+        let Self::Fresh(Some(weights)) = self else {
             return None;
         };
         let remainder = weights.remainder().map(|words| format!("; {words}"));

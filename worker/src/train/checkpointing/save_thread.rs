@@ -33,8 +33,9 @@ pub(super) struct SaveTask {
     pub(super) step: u64,
     pub(super) generation: u64,
     pub(super) fence: Option<Fence>,
-    /// This rank, and the number of ranks.
-    pub(super) rank: (usize, usize),
+    pub(super) rank: usize,
+    /// The number of ranks.
+    pub(super) ranks: usize,
     /// Each kind of tensors becomes a file. Nothing changes the buffers while the save lasts.
     pub(super) tensors: Vec<OwnTensors>,
     /// Reads the buffers on a stream of its own, if they are the state itself and training stands still. `None` if they are
@@ -344,14 +345,13 @@ impl Save {
             Some(_) => writer.lead()?,
             None => writer.follow()?,
         }
-        let (rank, ranks) = task.rank;
         for OwnTensors {
             kind,
             extents,
             buffers,
         } in &task.tensors
         {
-            writer.file(&file_stem(kind, rank, ranks), extents, |index, part| {
+            writer.file(&file_stem(kind, task.rank, task.ranks), extents, |index, part| {
                 let mut buffers = buffers[index].iter();
                 buffers.try_for_each(|buffer| self.put(buffer, part))
             })?;
@@ -390,9 +390,9 @@ impl Save {
         }
         let of_rank = |rank| {
             let kinds = task.tensors.iter().map(|tensors| &tensors.kind);
-            kinds.map(move |kind| file_stem(kind, rank, task.rank.1))
+            kinds.map(move |kind| file_stem(kind, rank, task.ranks))
         };
-        let stems: Vec<String> = (0..task.rank.1).flat_map(of_rank).collect();
+        let stems: Vec<String> = (0..task.ranks).flat_map(of_rank).collect();
         writer.commit(&leader.state, &stems)?;
         // After the end of this life, a later one may be reading what is not kept.
         let keep = leader.keep.filter(|_| self.wanted().is_ok());
@@ -447,7 +447,8 @@ mod tests {
             step: 4,
             generation: 1,
             fence: None,
-            rank: (0, 1),
+            rank: 0,
+            ranks: 1,
             tensors: Vec::new(),
             live: None,
             leader: Some(Leader {

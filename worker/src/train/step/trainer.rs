@@ -28,7 +28,7 @@ use crate::parallel::{ArenaShare, DeviceTimes, Dtypes, Reducer, Step};
 use crate::session::Session;
 use crate::timeline::Kind;
 use crate::train::TrainError;
-use crate::train::checkpointing::{Checkpoints, Position, RankState};
+use crate::train::checkpointing::{Checkpoints, Position, RankSnapshot, RankState};
 use crate::train::rank_spec::RankSpec;
 use crate::train::rank_table::{RankTable, StepTable};
 use crate::train::replica::{MicroBatch, Replica};
@@ -231,6 +231,8 @@ pub struct RunSummary {
     pub stopped: Option<String>,
     /// The run's directory.
     pub out_dir: PathBuf,
+    /// This rank's part of the state at the end, if its assignment was to keep it.
+    pub state: Option<RankSnapshot>,
 }
 
 impl<'a> Trainer<'a> {
@@ -281,7 +283,7 @@ impl<'a> Trainer<'a> {
             let due = Due::after(train, step + 1);
             let is_awaited = due.any() || self.parts.window.has_end_behind(step + 1);
             let kept = if is_awaited { 0 } else { ahead };
-            self.finish_steps(&mut queue, (kept, due), reducer, recorder, outcome)?;
+            self.finish_steps(&mut queue, kept, due, reducer, recorder, outcome)?;
             let is_over = self.parts.window.closes_with(step + 1) || outcome.stopped.is_some();
             if is_over && self.parts.window.is_open() {
                 self.between_steps(|parts| {
@@ -325,7 +327,8 @@ impl<'a> Trainer<'a> {
     fn finish_steps(
         &mut self,
         queue: &mut VecDeque<EnqueuedStep>,
-        (kept, due): (usize, Due),
+        kept: usize,
+        due: Due,
         reducer: &mut Reducer,
         recorder: &mut Recorder,
         outcome: &mut RunSummary,
@@ -489,11 +492,12 @@ impl<'a> Trainer<'a> {
         self.between_steps(TrainerParts::validate)
     }
 
-    fn save(
+    /// Saves the state after `done` steps somewhere: nothing is in flight.
+    pub(crate) fn save<T>(
         &mut self,
         done: u64,
-        how: impl FnOnce(&mut Checkpoints, RankState<'_>, Position) -> Result<(), TrainError>,
-    ) -> Result<(), TrainError> {
+        how: impl FnOnce(&mut Checkpoints, RankState<'_>, Position) -> Result<T, TrainError>,
+    ) -> Result<T, TrainError> {
         self.beat(done, Phase::Saving);
         let at = Position {
             step: done,
@@ -503,13 +507,13 @@ impl<'a> Trainer<'a> {
         self.between_steps(|parts| parts.with_checkpoints(|checkpoints, here| how(checkpoints, here, at)))
     }
 
-    /// Ends the save under way after an error that every rank has met: the checkpoint before it is to be whole.
-    pub(crate) fn drain_checkpoints(&mut self) -> Result<(), TrainError> {
-        self.parts.with_checkpoints(Checkpoints::drain)
-    }
-
-    /// Abandons checkpoints and collectives in flight, because training has failed on some rank.
-    pub(crate) fn abandon(&mut self) {
+    /// Abandons checkpoints and collectives in flight, because training has failed on some rank. After an error that every
+    /// rank has met, the save under way ends in order.
+    pub(crate) fn abandon(&mut self, error: &TrainError) {
+        if error.is_unanimous() {
+            // The error that counts is known already.
+            let _ = self.parts.with_checkpoints(Checkpoints::drain);
+        }
         self.parts.checkpoints.abandon();
         self.parts.world.comm.abandon();
     }

@@ -22,7 +22,7 @@ use ddp_worker::config::{self, ModelKind, Order, TrainConfig};
 use ddp_worker::device::Device;
 use ddp_worker::metrics::MetricsLine;
 use ddp_worker::session::{Cancel, MemoryStore, Session};
-use ddp_worker::train::{RunSummary, Substitutes, TrainError, WrapTransport, run_worker_with};
+use ddp_worker::train::{Assignment, RunSummary, TrainError, WrapTransport, run_generations};
 
 pub type Outcome = Result<RunSummary, TrainError>;
 
@@ -129,12 +129,7 @@ impl Job {
                 meddle(rank as u32, &mut config);
                 let cancels = &cancels;
                 ranks.push(scope.spawn(move || {
-                    let parts = Substitutes {
-                        device: self.device.as_ref().map(|device| device(session)),
-                        storage: self.storage.as_ref().map(|storage| storage(session)),
-                        transport: self.transport.as_ref().map(|transport| transport(session)),
-                    };
-                    let outcome = run_worker_with(parts, &config, session);
+                    let outcome = run_generations(&config, self.assignment(session), |_| None);
                     if outcome.is_err() {
                         let others = cancels.iter().enumerate().filter(|(other, _)| *other != rank);
                         others.for_each(|(_, cancel)| cancel.cancel(format!("rank {rank} failed")));
@@ -144,6 +139,16 @@ impl Job {
             }
             ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
         })
+    }
+
+    /// A rank's place, on the machine of the job.
+    pub fn assignment(&self, session: &Session) -> Assignment {
+        Assignment {
+            device: self.device.as_ref().map(|device| device(session)),
+            storage: self.storage.as_ref().map(|storage| storage(session)),
+            transport: self.transport.as_ref().map(|transport| transport(session)),
+            ..Assignment::of(session)
+        }
     }
 
     /// Runs all ranks; all must succeed.
