@@ -118,18 +118,16 @@ impl CheckpointError {
     }
 
     /// The file system has not answered a request for the checkpoint of `step` for `seconds`.
-    pub(crate) fn stalled(step: u64, (doing, path): &(&'static str, PathBuf), seconds: f64) -> Self {
+    pub(crate) fn stalled(step: u64, request: &str, seconds: f64) -> Self {
         Self::Stalled(format!(
-            "cannot write the checkpoint of step {step}: the file system has not responded for {seconds} s to {doing} `{}`",
-            path.display()
+            "cannot write the checkpoint of step {step}: the file system has not responded for {seconds} s to {request}"
         ))
     }
 
     /// The file system has not answered since the save of step `before`.
-    pub(crate) fn stuck(step: u64, before: u64, (doing, path): &(&'static str, PathBuf)) -> Self {
+    pub(crate) fn stuck(step: u64, before: u64, request: &str) -> Self {
         Self::Stalled(format!(
-            "cannot start the checkpoint of step {step}: the file system has still not responded to {doing} `{}` for that of step {before}",
-            path.display()
+            "cannot start the checkpoint of step {step}: the file system has still not responded to {request} for that of step {before}"
         ))
     }
 }

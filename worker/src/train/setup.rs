@@ -105,7 +105,7 @@ pub(super) fn open<'a>(
     let dataset = Dataset::open(&config.data, config.model.block_size, &config.vocabulary)?;
     let begins = !is_restarted(env) && RunDir::begins(&config.run, &env.run_id);
     let choice = Choice::of(config, session, assignment.device.clone(), !begins)?;
-    agree(config, assignment, &spec, &whole, &dataset, &choice)?;
+    agree(assignment, &spec, &whole, &dataset, &choice)?;
     if begins {
         // Before the folder is made, or emptied.
         check_initial_weights(config)?;
@@ -344,13 +344,13 @@ fn open_run_dir(config: &TrainConfig, session: &Session) -> Result<(RunDir, Opti
 
 /// Refuses to begin unless all that ranks must have in common is the same. Paths and threads are each node's own affair.
 fn agree(
-    config: &TrainConfig,
     assignment: &Assignment,
     spec: &RankSpec,
     whole: &GradientLayout,
     dataset: &Dataset,
     choice: &Choice,
 ) -> Result<(), TrainError> {
+    let (config, session) = (&spec.config, &assignment.session);
     let mut document = document(config);
     for (section, key) in [
         ("/data", "train"),
@@ -386,5 +386,5 @@ fn agree(
             signature.field(kind.facts().name, version.map_err(DeviceError::from)?);
         }
     }
-    Ok(check_agreement(&assignment.session, "start", &signature, timeout(config))?)
+    Ok(check_agreement(session, "start", &signature, timeout(config))?)
 }

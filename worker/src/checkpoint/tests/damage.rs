@@ -97,14 +97,13 @@ fn a_latest_checkpoint_that_is_gone_is_named() {
 
 #[test]
 fn a_file_system_that_does_not_answer_is_named_with_what_it_was_asked() {
-    let path = PathBuf::from("out/checkpoints/.saving_step_00000004.g1/parameters-1-of-2.safetensors");
-    let asked = ("sync", path);
-    let stalled = CheckpointError::stalled(4, &asked, 300.0);
+    let asked = "sync `out/checkpoints/.saving_step_00000004.g1/parameters-1-of-2.safetensors`";
+    let stalled = CheckpointError::stalled(4, asked, 300.0);
     insta::assert_snapshot!(stalled, @r"
     cannot write the checkpoint of step 4: the file system has not responded for 300 s to sync `out/checkpoints/.saving_step_00000004.g1/parameters-1-of-2.safetensors`
       hint: check whether the disk or file server responds (`dmesg`); `train.checkpoint_timeout_s` limits the wait
     ");
-    let stuck = CheckpointError::stuck(6, 4, &asked);
+    let stuck = CheckpointError::stuck(6, 4, asked);
     insta::assert_snapshot!(stuck, @r"
     cannot start the checkpoint of step 6: the file system has still not responded to sync `out/checkpoints/.saving_step_00000004.g1/parameters-1-of-2.safetensors` for that of step 4
       hint: check whether the disk or file server responds (`dmesg`); `train.checkpoint_timeout_s` limits the wait

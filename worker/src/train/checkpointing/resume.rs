@@ -2,7 +2,6 @@
 //! one that wrote it. Published weights count at the beginning of a run only. A generation may also go on from what the
 //! ranks of the one before have kept in memory: each rank reads the parts that it needs, as from a checkpoint.
 
-use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -72,14 +71,10 @@ impl StateSource for RunSnapshot {
         let mut missing = vec![true; bytes.len() / WIDTH];
         let owned = self.0.iter().flat_map(|rank| &rank.owned);
         for (held, of_held) in owned.filter(|(held, _)| held.tensor == part.tensor) {
-            let (overlap, ranges) = (
-                Overlap::of(&part.region, &held.region),
-                [&part.range, &held.range],
-            );
-            for run in overlap
-                .iter()
-                .flat_map(|overlap| overlap.runs(ranges.map(Range::clone)))
-            {
+            let Some(overlap) = Overlap::of(&part.region, &held.region) else {
+                continue;
+            };
+            for run in overlap.runs([part.range.clone(), held.range.clone()]) {
                 let starts = [run.starts[0] - part.range.start, run.starts[1] - held.range.start];
                 let ([to, from], len) = (starts.map(|start| start as usize), run.len as usize);
                 missing[to..to + len].fill(false);

@@ -90,8 +90,8 @@ struct SharedProgress {
 
 struct SaveProgress {
     stage: Stage,
-    /// The request that the file system has not answered, in words, and its path.
-    request: Option<(&'static str, PathBuf)>,
+    /// The request that the file system has not answered, in words.
+    request: Option<String>,
     /// Since when the thread waits for the file system; `None` while it waits for other ranks.
     busy_since: Option<Instant>,
     /// The thread touches nothing any more.
@@ -178,7 +178,7 @@ impl SaveThread {
     }
 
     /// The request that the file system has not answered.
-    pub(super) fn request(&self) -> (&'static str, PathBuf) {
+    pub(super) fn request(&self) -> String {
         self.shared.request(&self.shared.progress())
     }
 
@@ -237,9 +237,9 @@ impl SharedProgress {
         self.progress.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn request(&self, progress: &SaveProgress) -> (&'static str, PathBuf) {
+    fn request(&self, progress: &SaveProgress) -> String {
         let request = progress.request.clone();
-        request.unwrap_or_else(|| ("read", self.root.clone()))
+        request.unwrap_or_else(|| format!("read `{}`", self.root.display()))
     }
 
     /// The thread has reached this stage, and now waits for other ranks.
@@ -260,7 +260,7 @@ struct NotedStorage {
 }
 
 impl NotedStorage {
-    fn note(&self, request: Option<(&'static str, PathBuf)>) {
+    fn note(&self, request: Option<String>) {
         let mut progress = self.shared.progress();
         progress.request = request;
         progress.busy_since = Some(Instant::now());
@@ -270,7 +270,7 @@ impl NotedStorage {
 impl Storage for NotedStorage {
     fn perform(&self, step: DiskStep<'_>) -> io::Result<()> {
         let (doing, path) = step.words();
-        self.note(Some((doing, path.to_owned())));
+        self.note(Some(format!("{doing} `{}`", path.display())));
         let done = self.storage.perform(step);
         self.note(None);
         done

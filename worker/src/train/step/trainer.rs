@@ -280,10 +280,9 @@ impl<'a> Trainer<'a> {
                 self.between_steps(|parts| parts.window.open(&parts.world, &parts.rank_table, step + 1))?;
             }
             queue.push_back(self.enqueue(reducer, step)?);
-            let due = Due::after(train, step + 1);
-            let is_awaited = due.any() || self.parts.window.has_end_behind(step + 1);
-            let kept = if is_awaited { 0 } else { ahead };
-            self.finish_steps(&mut queue, kept, due, reducer, recorder, outcome)?;
+            let is_awaited = self.parts.window.has_end_behind(step + 1);
+            let due = Due::after(train, step + 1, if is_awaited { 0 } else { ahead });
+            self.finish_steps(&mut queue, due, reducer, recorder, outcome)?;
             let is_over = self.parts.window.closes_with(step + 1) || outcome.stopped.is_some();
             if is_over && self.parts.window.is_open() {
                 self.between_steps(|parts| {
@@ -322,18 +321,17 @@ impl<'a> Trainer<'a> {
         Ok(())
     }
 
-    /// Waits for the numbers of the oldest steps until `kept` are left, and reports them. Once a rank was asked to stop, no
-    /// step is left.
+    /// Waits for the numbers of the oldest steps until [`Due::kept`] are left, and reports them. Once a rank was asked to
+    /// stop, no step is left.
     fn finish_steps(
         &mut self,
         queue: &mut VecDeque<EnqueuedStep>,
-        kept: usize,
         due: Due,
         reducer: &mut Reducer,
         recorder: &mut Recorder,
         outcome: &mut RunSummary,
     ) -> Result<(), TrainError> {
-        while queue.len() > kept || (outcome.stopped.is_some() && !queue.is_empty()) {
+        while queue.len() > due.kept || (outcome.stopped.is_some() && !queue.is_empty()) {
             let Some(oldest) = queue.pop_front() else { break };
             let mut record = self.record_of(oldest, reducer)?;
             if due.validation && queue.is_empty() {
@@ -721,21 +719,26 @@ struct Due {
     validation: bool,
     verification: bool,
     checkpoint: bool,
+    /// Steps whose numbers are not waited for yet.
+    kept: usize,
 }
 
 impl Due {
-    /// After `done` steps.
-    fn after(train: &Train, done: u64) -> Self {
+    /// After `done` steps, of which the device may have the last `ahead`.
+    fn after(train: &Train, done: u64, ahead: usize) -> Self {
         let last = done == train.steps;
         let every = |steps: u64| steps > 0 && done.is_multiple_of(steps);
+        let (validation, verification) = (last || every(train.eval_every), every(train.verify_every));
+        let checkpoint = last || every(train.checkpoint_every);
         Self {
-            validation: last || every(train.eval_every),
-            verification: every(train.verify_every),
-            checkpoint: last || every(train.checkpoint_every),
+            validation,
+            verification,
+            checkpoint,
+            kept: if validation || verification || checkpoint {
+                0
+            } else {
+                ahead
+            },
         }
-    }
-
-    fn any(self) -> bool {
-        self.validation || self.verification || self.checkpoint
     }
 }
