@@ -73,15 +73,15 @@ struct Gathered {
 }
 
 impl Parameters {
-    /// Zeros. Every rank must call it. `comm` gathers over [`super::StateGroup::shard`]: best it is one that only parameters
-    /// use, so that gathering overlaps with the reduction of gradients.
+    /// Zeros. Every rank of `set` must call it.
     pub fn new(
-        (set, comm): (&ReplicaSet, &Communicator),
+        set: &ReplicaSet,
         compute: &Compute,
         model: &Model,
         sharding: &Arc<Sharding>,
         policy: ReshardPolicy,
     ) -> Result<Self, ReduceError> {
+        let comm = &set.gathers;
         let (plan, device) = (GatherPlan::new(model, sharding, policy), &compute.device);
         let shared = |name, len| comm.alloc_shared(device, &ArenaSpec::on_node(name, model.dtype(), len));
         let private = |len| device.alloc(&ArenaSpec::private("parameters", model.dtype(), len));

@@ -109,6 +109,9 @@ pub struct ReplicaSet {
     pub all: Communicator,
     /// One for all parameters that are summed over the same axes. The first sums over all data-parallel ranks.
     pub groups: Vec<StateGroup>,
+    /// The ranks of a shard group, who gather parameters. Best it is a communicator that nothing else uses, so that gathering
+    /// overlaps with the reduction of gradients.
+    pub gathers: Communicator,
     /// The ranks that hold one copy of the model together ([`one_copy`]): the norm is combined over them. None if this
     /// rank holds all of it.
     pub owners: Option<Communicator>,
@@ -151,8 +154,9 @@ impl ReplicaSet {
             copies: None,
         };
         Self {
-            all: comm,
+            all: comm.clone(),
             groups: vec![group],
+            gathers: comm,
             owners: None,
             copy_groups: Vec::new(),
         }
@@ -180,6 +184,7 @@ impl ReplicaSet {
         }
         Ok(Self {
             all: groups[0].all.clone(),
+            gathers: groups[0].shard.clone(),
             groups,
             owners,
             copy_groups,

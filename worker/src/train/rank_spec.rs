@@ -11,7 +11,7 @@ use ddp_proto::env::WorkerEnv;
 
 use super::TrainError;
 use super::idle_world::idle_world;
-use super::replica::Replica;
+use super::replica::{Replica, ReplicaParts};
 use super::run_row::{rehearse_evaluation, rehearse_step};
 use super::strategy::{ShardingStrategy, held, mesh, part_of, pipeline_plan};
 use super::world::{Groups, World, stage_messages, tensor_group};
@@ -103,13 +103,11 @@ impl RankSpec {
 
     /// Connects to the other ranks. Every rank must call it.
     pub(crate) fn connect(&self, world: &World) -> Result<Groups, TrainError> {
-        let set = ReplicaSet::of(&world.mesh, &self.model.params, &self.model.all_params)?;
+        let mut set = ReplicaSet::of(&world.mesh, &self.model.params, &self.model.all_params)?;
+        if self.strategy.reshard_policy(&self.config.parallel) != ReshardPolicy::KeepAll {
+            set.gathers = world.mesh.group_for(&[Axis::Shard], "parameters")?;
+        }
         Ok(Groups {
-            gathers: match self.strategy.reshard_policy(&self.config.parallel) {
-                ReshardPolicy::KeepAll => set.groups[0].shard.clone(),
-                // Apart from the gradients', so that gathering does not queue behind reducing.
-                ReshardPolicy::Release { .. } => world.mesh.group_for(&[Axis::Shard], "parameters")?,
-            },
             set,
             tensor: tensor_group(world, self.model.part.sequence)?,
             messages: stage_messages(world, &self.config, &self.model, &self.plan)?,
@@ -120,13 +118,13 @@ impl RankSpec {
     pub(crate) fn allocate(
         &self,
         world: &World,
-        Groups { set, gathers, .. }: &Groups,
+        Groups { set, .. }: &Groups,
     ) -> Result<(Parameters, Reducer), TrainError> {
         let (strategy, layout) = (&self.strategy, &self.layout);
         let (parallel, compute) = (&self.config.parallel, &world.compute);
         let sharding = Arc::new(strategy.sharding(layout, world.mesh.index(&[Axis::Shard])));
         let policy = strategy.reshard_policy(parallel);
-        let parameters = Parameters::new((set, gathers), compute, &self.model, &sharding, policy)?;
+        let parameters = Parameters::new(set, compute, &self.model, &sharding, policy)?;
         let reduction = ReducerConfig {
             sync: parallel.sync,
             overlap: parallel.overlap,
@@ -159,10 +157,26 @@ impl RankSpec {
     pub(crate) fn idle(&self, world: &World, activations: usize) -> Result<(Replica, Reducer), TrainError> {
         let groups = self.connect(world)?;
         let (parameters, reducer) = self.allocate(world, &groups)?;
-        let (plan, held) = ((&self.plan, activations), (self.model.clone(), parameters));
-        let shape = [self.config.train.micro_batch, self.config.model.block_size];
-        let replica = Replica::new(world, groups, held, plan, shape)?;
+        let replica = self.replica(world, groups, parameters, activations)?;
         Ok((replica, reducer))
+    }
+
+    /// The rank with its parameters, and an arena of these bytes for activations.
+    pub(crate) fn replica(
+        &self,
+        world: &World,
+        groups: Groups,
+        parameters: Parameters,
+        activations: usize,
+    ) -> Result<Replica, TrainError> {
+        let parts = ReplicaParts {
+            model: self.model.clone(),
+            parameters,
+            plan: self.plan.clone(),
+            activations,
+            shape: [self.config.train.micro_batch, self.config.model.block_size],
+        };
+        Replica::new(world, groups, parts)
     }
 
     /// Bytes of the arena in which the activations of all micro-batches in flight find a place.

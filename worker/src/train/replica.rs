@@ -54,15 +54,21 @@ impl MicroBatch {
     }
 }
 
+/// What a replica is made of.
+pub(crate) struct ReplicaParts {
+    pub(crate) model: Model,
+    pub(crate) parameters: Parameters,
+    pub(crate) plan: Arc<PipelinePlan>,
+    /// Bytes, as a rehearsal of the plan has found them.
+    pub(crate) activations: usize,
+    /// Samples by positions of a micro-batch.
+    pub(crate) shape: [usize; 2],
+}
+
 impl Replica {
-    /// For micro-batches of `shape`, samples by positions. `activations` are the bytes that a rehearsal of the plan has found.
-    pub(crate) fn new(
-        world: &World,
-        Groups { tensor, messages, .. }: Groups,
-        (model, parameters): (Model, Parameters),
-        (plan, activations): (&Arc<PipelinePlan>, usize),
-        shape: [usize; 2],
-    ) -> Result<Self, TrainError> {
+    pub(crate) fn new(world: &World, groups: Groups, parts: ReplicaParts) -> Result<Self, TrainError> {
+        let Groups { tensor, messages, .. } = groups;
+        let (model, plan, shape) = (parts.model, parts.plan, parts.shape);
         let positions = shape[0] * shape[1];
         let spec = ArenaSpec::private("loss factors", DType::F32, positions);
         let dloss = world.compute.device.alloc(&spec)?;
@@ -70,14 +76,13 @@ impl Replica {
         Ok(Self {
             feed: TokenFeed::new(world, shape, counts)?,
             row: RowState::new(plan.clone(), messages),
-            plan: plan.clone(),
-
-            pool: activation_pool(world, tensor.as_ref(), activations)?,
+            plan,
+            pool: activation_pool(world, tensor.as_ref(), parts.activations)?,
             tensor,
             world: world.clone(),
             dloss: dloss.whole(),
             factor: None,
-            parameters,
+            parameters: parts.parameters,
             model,
         })
     }
@@ -310,8 +315,8 @@ impl TokenFeed {
                 stream: named.unwrap_or_else(|| device.stream()),
                 device,
             },
-            tokens: TokenBuffers::new(world, ("tokens", len), counts[0])?,
-            targets: TokenBuffers::new(world, ("targets", len), counts[1])?,
+            tokens: TokenBuffers::new(world, "tokens", len, counts[0])?,
+            targets: TokenBuffers::new(world, "targets", len, counts[1])?,
             world: world.clone(),
             shape,
         })
@@ -359,7 +364,7 @@ struct TokenBuffer {
 }
 
 impl TokenBuffers {
-    fn new(world: &World, (name, len): (&str, usize), count: usize) -> Result<Self, TrainError> {
+    fn new(world: &World, name: &str, len: usize, count: usize) -> Result<Self, TrainError> {
         let buffer = |_| {
             let spec = ArenaSpec::private(name, DType::I32, len);
             let arena = world.compute.device.alloc(&spec)?;

@@ -13,7 +13,6 @@ use super::checkpointing::{
 use super::device_choice::Choice;
 use super::rank_spec::RankSpec;
 use super::rank_table::{RankTable, StepTable};
-use super::replica::Replica;
 use super::reporting::ProfilingWindow;
 use super::step::{Trainer, TrainerParts};
 use super::warm_up::warm_up;
@@ -188,13 +187,7 @@ pub(super) fn prepare<'a>(
     let optimizer = spec.optimizer(&parameters, home)?;
     let (set, sharding) = (parameters.replica_set(), parameters.sharding());
     let clip = Clip::new(set, &world.compute, sharding, &norm_order, &config.train)?;
-    let replica = Replica::new(
-        &world,
-        groups,
-        (spec.model.clone(), parameters),
-        (&spec.plan, activations),
-        [config.train.micro_batch, config.model.block_size],
-    )?;
+    let replica = spec.replica(&world, groups, parameters, activations)?;
     let mut parts = TrainerParts {
         optimizer,
         clip,

@@ -126,8 +126,6 @@ pub(super) fn threads(config: &TrainConfig) -> usize {
 /// The groups of ranks that a rank talks to. All connect before memory is allocated: NCCL takes some of it.
 pub(crate) struct Groups {
     pub(super) set: ReplicaSet,
-    /// Gathers parameters.
-    pub(super) gathers: Communicator,
     /// The ranks that compute each layer together with this one.
     pub(super) tensor: Option<TensorGroup>,
     /// To the stages before and behind.

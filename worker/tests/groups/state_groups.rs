@@ -152,8 +152,8 @@ impl Worker {
         let index = case.mesh().index(rank.rank(), &[Axis::Shard]);
         let sharding = Arc::new(case.sharding(&layout, index));
         let mesh = Mesh::new(case.mesh(), rank.comm.clone(), Executor::Thread);
-        let set = ReplicaSet::of(&mesh, &model.params, &model.all_params).unwrap();
-        let gathers = mesh.group_for(&[Axis::Shard], "parameters").unwrap();
+        let mut set = ReplicaSet::of(&mesh, &model.params, &model.all_params).unwrap();
+        set.gathers = mesh.group_for(&[Axis::Shard], "parameters").unwrap();
         let policy = match case.strategy {
             Strategy::Zero3 => ReshardPolicy::Release {
                 after_forward: true,
@@ -179,7 +179,7 @@ impl Worker {
         let home = StateMemory::on_device(rank.device.clone());
         let order = norm_order(case, cut, rank.rank());
         let worker = Self {
-            parameters: Parameters::new((&set, &gathers), &compute, &model, &sharding, policy).unwrap(),
+            parameters: Parameters::new(&set, &compute, &model, &sharding, policy).unwrap(),
             optimizer: Optimizer::new(home, &set, &sharding, &model.params, &config.optimizer).unwrap(),
             clip: Clip::new(&set, &compute, &sharding, &order, &config).unwrap(),
             case,

@@ -36,6 +36,31 @@ use crate::parallel::{
 /// Slots for units that follow each other: one is computed while another is in flight.
 const IN_TURN: usize = 2;
 
+/// How gradients are synchronised.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ReducerConfig {
+    /// What one operation carries, where every rank ends with all sums.
+    pub sync: Sync,
+    /// Launch while gradients are still being computed; otherwise all at the end.
+    pub overlap: bool,
+    /// What is held of the gradients of other ranks' parameters; with [`Accumulate::Sharded`], every micro-batch is summed.
+    pub accumulate: Accumulate,
+    /// Most micro-batches of a step. With several that are added up here, each use of a tied parameter has a sum of its own.
+    pub micro_batches: usize,
+}
+
+impl Default for ReducerConfig {
+    /// Buckets, launched as soon as they are complete.
+    fn default() -> Self {
+        Self {
+            sync: Sync::Bucketed,
+            overlap: true,
+            accumulate: Accumulate::Full,
+            micro_batches: 1,
+        }
+    }
+}
+
 /// What one reduction carries: parameters that lie side by side.
 struct Reduction {
     /// Its elements, where all gradients lie in one arena.
@@ -64,7 +89,8 @@ struct PartialSum {
 impl PartialSum {
     /// The partial sums of a unit, in order. Neighbours are summed at once.
     fn all(
-        (start, params): (usize, &[ParamId]),
+        start: usize,
+        params: &[ParamId],
         layout: &GradientLayout,
         sharding: &Sharding,
         groups: &[CopyGroup],
@@ -91,7 +117,7 @@ impl Reduction {
     /// The units of the sharding; where nothing is sharded, `sync` decides: what is summed in every micro-batch has buckets.
     fn all(layout: &GradientLayout, sharding: &Sharding, sync: Sync, set: &ReplicaSet) -> Vec<Self> {
         let unit = |range: Range<usize>, own: Range<usize>, params: &[ParamId], tag| Self {
-            partial: PartialSum::all((range.start, params), layout, sharding, &set.copy_groups),
+            partial: PartialSum::all(range.start, params, layout, sharding, &set.copy_groups),
             group: set.group(&summed_over(&layout.spec(params[0]).roles)).clone(),
             is_shared_by_stages: params.iter().any(|id| layout.spec(*id).is_shared_by_stages()),
             params: params.to_vec(),
@@ -195,7 +221,8 @@ impl Unit {
         reduction: Reduction,
         slots: Range<usize>,
         sums: &ArenaShare,
-        (sharding, index): (&Sharding, usize),
+        sharding: &Sharding,
+        index: usize,
     ) -> Self {
         let place = match sums {
             ArenaShare::Whole(arena) => Some(arena.slice(reduction.range.clone())),
@@ -260,10 +287,10 @@ impl GradUnits {
         compute: &Compute,
         layout: &GradientLayout,
         sharding: &Arc<Sharding>,
-        (accumulate, sync): (Accumulate, Sync),
+        config: ReducerConfig,
     ) -> Result<Self, ReduceError> {
-        let (device, is_staged) = (&compute.device, accumulate == Accumulate::Sharded);
-        let reductions = Reduction::all(layout, sharding, sync, set);
+        let (device, is_staged) = (&compute.device, config.accumulate == Accumulate::Sharded);
+        let reductions = Reduction::all(layout, sharding, config.sync, set);
         let (sizes, choice) = slots_of(&reductions, layout, is_staged);
         let shared = |name, dtype: DType, len| {
             set.all
@@ -291,7 +318,7 @@ impl GradUnits {
             ArenaShare::Whole(kept(sharding.whole_len())?)
         };
         let placed = reductions.into_iter().zip(choice).enumerate();
-        let unit = |(index, (reduction, slots))| Unit::new(reduction, slots, &sums, (sharding, index));
+        let unit = |(index, (reduction, slots))| Unit::new(reduction, slots, &sums, sharding, index);
         let grads = (0..layout.params()).filter(|_| !is_staged);
         Ok(Self {
             units: placed.map(unit).collect(),

@@ -12,6 +12,7 @@ mod readiness;
 mod reducer;
 mod use_accumulators;
 
+pub use grad_units::ReducerConfig;
 pub(super) use grad_units::slots_for;
 pub use readiness::ReduceError;
-pub use reducer::{Reduced, Reducer, ReducerConfig, Step};
+pub use reducer::{Reduced, Reducer, Step};

@@ -18,7 +18,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::grad_units::{GradUnits, Round};
+use super::grad_units::{GradUnits, ReducerConfig, Round};
 use super::readiness::{Readiness, ReduceError};
 use super::use_accumulators::UseAccumulators;
 use crate::collective::{Communicator, WorkError};
@@ -27,31 +27,6 @@ use crate::device::{Buffer, Compute, Device, DeviceError, Element, Event, HostMu
 use crate::model::{GradSink, GradSlot, ParamId};
 use crate::parallel::comm_times::{CommTimes, DeviceTimes};
 use crate::parallel::{ArenaShare, GradientLayout, ReplicaSet, Sharding};
-
-/// How gradients are synchronised.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ReducerConfig {
-    /// What one operation carries, where every rank ends with all sums.
-    pub sync: Sync,
-    /// Launch while gradients are still being computed; otherwise all at the end.
-    pub overlap: bool,
-    /// What is held of the gradients of other ranks' parameters; with [`Accumulate::Sharded`], every micro-batch is summed.
-    pub accumulate: Accumulate,
-    /// Most micro-batches of a step. With several that are added up here, each use of a tied parameter has a sum of its own.
-    pub micro_batches: usize,
-}
-
-impl Default for ReducerConfig {
-    /// Buckets, launched as soon as they are complete.
-    fn default() -> Self {
-        Self {
-            sync: Sync::Bucketed,
-            overlap: true,
-            accumulate: Accumulate::Full,
-            micro_batches: 1,
-        }
-    }
-}
 
 /// The gradients of a rank, and the operations that sum them.
 pub struct Reducer {
@@ -163,8 +138,7 @@ impl Reducer {
         } else {
             UseAccumulators::none(compute)
         };
-        let kept = (config.accumulate, config.sync);
-        let grads = GradUnits::new(set, compute, &layout, sharding, kept)?;
+        let grads = GradUnits::new(set, compute, &layout, sharding, config)?;
         let mut unit_of = vec![0; layout.params()];
         for unit in 0..grads.len() {
             for id in grads.params(unit) {

@@ -44,7 +44,8 @@ pub(super) fn written(here: RankState<'_>) -> Vec<OwnTensors> {
     let pieces = parameters.replica_set().groups.iter().flat_map(|group| {
         let is_written = |id| group.axes == summed_over(roles(id)) && is_first(id);
         let copies = group.copies.as_ref().map(|copies| (copies.rank(), copies.size()));
-        written_by(parameters.sharding(), is_written, copies.unwrap_or((0, 1)))
+        let (copy, copies) = copies.unwrap_or((0, 1));
+        written_by(parameters.sharding(), is_written, copy, copies)
     });
     own_tensors(here, &pieces.collect::<Vec<_>>())
 }
@@ -127,7 +128,8 @@ fn own_tensors(here: RankState<'_>, pieces: &[OwnPiece]) -> Vec<OwnTensors> {
 fn written_by(
     sharding: &Sharding,
     is_written: impl Fn(ParamId) -> bool,
-    (copy, copies): (usize, usize),
+    copy: usize,
+    copies: usize,
 ) -> Vec<OwnPiece> {
     let mut own = sharding.own_pieces();
     own.retain(|piece| is_written(piece.param));

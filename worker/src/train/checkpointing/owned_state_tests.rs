@@ -88,8 +88,8 @@ fn sharding(model: &Model, owners: Owners, rank: usize, ranks: usize) -> Shardin
 /// What `rank` of `ranks` writes.
 fn written(model: &Model, owners: Owners, rank: usize, ranks: usize) -> Vec<OwnPiece> {
     let sharding = sharding(model, owners, rank, ranks);
-    let copy = (rank / sharding.world(), ranks / sharding.world());
-    written_by(&sharding, |_| true, copy)
+    let (copy, copies) = (rank / sharding.world(), ranks / sharding.world());
+    written_by(&sharding, |_| true, copy, copies)
 }
 
 /// Bytes that belong to these elements and to no others.
@@ -297,10 +297,14 @@ impl Trained {
         let sharding = ShardingStrategy::new(&self.parallel, 2, mesh).sharding(&layout, at(Axis::Shard));
         let roles = |id: ParamId| &model.params[id.0].roles;
         let pieces = [false, true].into_iter().flat_map(|is_copied| {
-            let copy = (at(Axis::Replicate), mesh.size(&[Axis::Replicate]));
+            let copies = if is_copied {
+                mesh.size(&[Axis::Replicate])
+            } else {
+                1
+            };
             let is_of = |id| summed_over(roles(id)).contains(&Axis::Replicate) == is_copied;
             let is_written = |id| is_of(id) && is_counted(roles(id), &MODEL_AXES, at);
-            written_by(&sharding, is_written, if is_copied { copy } else { (0, 1) })
+            written_by(&sharding, is_written, at(Axis::Replicate) % copies, copies)
         });
         let written = pieces.flat_map(|piece| {
             let spec = &model.params[piece.param.0];
