@@ -167,7 +167,7 @@ mod tests {
         let specs = vec![GradSpec::new("w", &[CHUNK + 2])];
         let layout = GradientLayout::new(specs, &[ParamId(0)], &LayoutConfig::new(1)).unwrap();
         let sharding = Arc::new(Sharding::replicated(&layout));
-        let chunks = NormOrder::chunks(&layout, &sharding, 0, &layout, |_| true);
+        let chunks = NormOrder::chunks(&sharding, 0, &layout.chunks_in(&layout, |_| true));
         let order = NormOrder::new(&[chunks]);
         let spec = ArenaSpec::private("grads", DType::F32, layout.len());
         let grads = compute.device.alloc(&spec).unwrap();

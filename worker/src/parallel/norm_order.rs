@@ -1,14 +1,13 @@
 //! In which order the ranks of a norm add up their sums of squares: that of the whole model on one rank.
 //!
 //! A rank squares what it owns by chunk. Each chunk is one of the layout of the whole model
-//! ([`GradientLayout::chunks_in`]), and the sums are combined in the order of these; of a chunk that each rank of a tensor
+//! ([`super::GradientLayout::chunks_in`]), and the sums are combined in the order of these; of a chunk that each rank of a tensor
 //! group has another part of, in the order of the ranks. What several ranks hold is counted by one of them
 //! ([`super::is_counted`]). Padding has no place. So the norm has the same bits for every number of stages and of shards.
 //!
 //! Layouts and shardings are pure functions, so that every rank knows what all others have without asking.
 
-use super::{GradientLayout, Sharding};
-use crate::model::ParamId;
+use super::Sharding;
 
 /// Where the sums of all ranks of a norm are, and in which order they are combined.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -36,16 +35,9 @@ impl NormOrder {
         }
     }
 
-    /// For each chunk that the rank at `index` of its shard group owns, in the order of its memory, which one of `whole`'s
-    /// it is; none for padding, and for what `counts` leaves to another rank.
-    pub fn chunks(
-        layout: &GradientLayout,
-        sharding: &Sharding,
-        index: usize,
-        whole: &GradientLayout,
-        counts: impl Fn(ParamId) -> bool,
-    ) -> Vec<Option<usize>> {
-        let of_layout = layout.chunks_in(whole, counts);
+    /// For each chunk that the rank at `index` of its shard group owns, in the order of its memory, which one of the whole
+    /// model it is, as `of_layout` says of all chunks of the layout ([`super::GradientLayout::chunks_in`]); none for padding.
+    pub fn chunks(sharding: &Sharding, index: usize, of_layout: &[Option<usize>]) -> Vec<Option<usize>> {
         let own = sharding.chunks_of(index).into_iter();
         own.map(|chunk| of_layout[chunk?]).collect()
     }

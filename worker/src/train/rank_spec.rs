@@ -92,11 +92,19 @@ impl RankSpec {
             });
         let stages = stages.collect::<Result<Vec<_>, _>>()?;
         let one_copy = one_copy(&self.model.all_params);
+        // Ranks that differ along the other axis only count the same chunks.
+        let mut axes = one_copy.clone();
+        axes.retain(|axis| *axis != Axis::Shard);
+        let counted = mesh.members(self.rank, &axes).into_iter().map(|member| {
+            let at = |axis| mesh.index(member, &[axis]);
+            let (layout, _) = &stages[at(Axis::Pipeline)];
+            layout.chunks_in(whole, |id| is_counted(&layout.spec(id).roles, &one_copy, at))
+        });
+        let counted: Vec<_> = counted.collect();
         let chunks = mesh.members(self.rank, &one_copy).into_iter().map(|member| {
             let at = |axis| mesh.index(member, &[axis]);
-            let (layout, sharding) = &stages[at(Axis::Pipeline)];
-            let counts = |id| is_counted(&layout.spec(id).roles, &one_copy, at);
-            NormOrder::chunks(layout, sharding, at(Axis::Shard), whole, counts)
+            let (_, sharding) = &stages[at(Axis::Pipeline)];
+            NormOrder::chunks(sharding, at(Axis::Shard), &counted[mesh.index(member, &axes)])
         });
         Ok(NormOrder::new(&chunks.collect::<Vec<_>>()))
     }

@@ -308,7 +308,7 @@ fn norm_order(case: Case, cut: Axis, rank: usize) -> NormOrder {
         let layout = layout_of(case, &model_of(case, cut, member));
         let sharding = case.sharding(&layout, at(Axis::Shard));
         let counts = |id| is_counted(&layout.spec(id).roles, &one_copy, at);
-        NormOrder::chunks(&layout, &sharding, at(Axis::Shard), &whole, counts)
+        NormOrder::chunks(&sharding, at(Axis::Shard), &layout.chunks_in(&whole, counts))
     });
     NormOrder::new(&chunks.collect::<Vec<_>>())
 }
