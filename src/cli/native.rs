@@ -210,9 +210,19 @@ impl Draft {
         pipeline_plan(&self.located.config).map_err(|error| self.refused(&error))
     }
 
-    /// The `wanted` best layouts on such machines, the best first. `None` if the configuration gives a layout, or too little is known of the machines.
-    pub fn layouts(&self, machines: &Machines, wanted: usize) -> Result<Option<LayoutSearch>, CliError> {
-        LayoutSearch::of(&self.located.config, machines, wanted).map_err(|error| self.refused(&error))
+    /// The `wanted` best layouts on such machines, the best first, of those that can be looked at in a `time`. `None` if the
+    /// configuration gives a layout, or too little is known of the machines.
+    pub fn layouts(
+        &self,
+        machines: &Machines,
+        wanted: usize,
+        time: Duration,
+    ) -> Result<Option<LayoutSearch>, CliError> {
+        let end = Instant::now() + time;
+        let search = LayoutSearch::of(&self.located.config, machines, wanted, &mut || {
+            Instant::now() < end
+        });
+        search.map_err(|error| self.refused(&error))
     }
 
     fn refused(&self, error: &TrainError) -> CliError {

@@ -14,6 +14,7 @@
 //!
 //! This is the only place that computes ranks. A function that needs "how many ranks share this" is given a group.
 
+use std::fmt;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use ddp_proto::env::WorkerEnv;
@@ -58,10 +59,25 @@ impl Axis {
 }
 
 /// Number of ranks along each axis: a pure function of configuration and job.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct MeshShape {
     /// In the order of [`Axis::ALL`].
     sizes: [usize; Axis::ALL.len()],
+}
+
+/// Ranks along each axis that has several, as `pp 4 × dp 2 × tp 8`.
+impl fmt::Display for MeshShape {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let axes = [
+            ("pp", &[Axis::Pipeline][..]),
+            ("dp", &SAMPLES),
+            ("tp", &[Axis::Tensor]),
+        ];
+        let sizes = axes.map(|(name, axes)| (name, self.size(axes)));
+        let several = sizes.iter().filter(|(_, ranks)| *ranks > 1);
+        let words: Vec<String> = several.map(|(name, ranks)| format!("{name} {ranks}")).collect();
+        f.write_str(&words.join(" × "))
+    }
 }
 
 impl MeshShape {

@@ -20,8 +20,6 @@ use crate::train::{Footprint, TrainError};
 pub struct Estimate {
     /// [`Strategy::Ddp`] where nothing can be sharded.
     pub strategy: Strategy,
-    /// Ranks that hold one copy of the state together.
-    pub shard_ranks: u64,
     /// Parameters of the model, Ψ: without padding, a tied one counted once.
     pub parameters: u64,
     /// Elements of parameters, or of gradients, with their padding.
@@ -94,7 +92,6 @@ impl Estimate {
         Ok(Self {
             sent,
             strategy: spec.strategy.strategy,
-            shard_ranks: spec.strategy.shard_ranks() as u64,
             parameters: spec.model.param_count() as u64,
             padded: replica.parameters.sharding().whole_len() as u64,
             held: Footprint::of(&replica, &reducer, &optimizer),

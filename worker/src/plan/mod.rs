@@ -16,6 +16,6 @@ mod step_times;
 
 pub use candidate::Candidate;
 pub use estimate::{Estimate, StepTraffic};
-pub use planner::{Adjustment, Advice, Comparison};
+pub use planner::{Advice, Comparison};
 pub use search::{FoundLayout, LayoutSearch};
 pub use step_times::Machines;

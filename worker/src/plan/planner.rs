@@ -1,11 +1,11 @@
 //! The costs of a configuration on machines that need not exist: all strategies side by side, which one to take, and
-//! settings with which `zero3` fits if no strategy does.
+//! settings with which the one that shards most fits if no strategy does.
 
-use super::candidate::{Candidate, under};
-use super::search::settings;
+use super::candidate::{Candidate, PlannedMesh, under};
+use super::search::FoundLayout;
 use super::step_times::Machines;
 use crate::config::{OptimizerOffload, Precision, Recompute, ReduceDtype, Strategy, TrainConfig};
-use crate::costs::{GlobalBatch, Work};
+use crate::costs::Work;
 use crate::mesh::GRADIENTS;
 use crate::model::ModelPart;
 use crate::parallel::Dtypes;
@@ -23,13 +23,9 @@ const PREFERENCE: [Strategy; 4] = [Strategy::Ddp, Strategy::Zero2, Strategy::Zer
 pub struct Comparison {
     /// Name of the model.
     pub model: String,
-    /// Parameters, a tied one counted once.
-    pub parameters: u64,
-    /// Samples of a step.
-    pub batch: GlobalBatch,
     /// Arithmetic of a token.
     pub work: Work,
-    /// All strategies that differ on these ranks.
+    /// All strategies that differ on these ranks; `ddp` is one.
     pub candidates: Vec<Candidate>,
     /// Which one to take, if the memory is known.
     pub advice: Option<Advice>,
@@ -38,27 +34,27 @@ pub struct Comparison {
 impl Comparison {
     /// Of a configuration on machines. Nothing is allocated.
     pub fn of(config: &TrainConfig, machines: &Machines) -> Result<Self, TrainError> {
+        let planned = PlannedMesh::of(&under(config, Strategy::Ddp), machines)?;
+        let activations = planned.activations()?;
         let mut candidates = Vec::with_capacity(STRATEGIES.len());
         for strategy in STRATEGIES {
-            let found = Candidate::of(&under(config, strategy), machines)?;
+            let shared = planned.sharing(strategy, config.parallel.shard_group)?;
+            let found = shared.candidate(&activations, u64::MAX)?;
             // On one rank, or in groups of one, nothing can be sharded.
             if found.estimate.strategy == strategy {
                 candidates.push(found);
             }
         }
-        let advice = match machines.memory {
-            None => None,
-            Some(_) => Some(match choice(&candidates) {
-                Some(strategy) => Advice::Take(strategy),
-                None => Advice::Change(adjustment(config, machines)?),
-            }),
+        let advice = match (machines.memory, choice(&candidates)) {
+            (None, _) => None,
+            (Some(_), Some(strategy)) => Some(Advice::Take(strategy)),
+            (Some(_), None) => {
+                let most_sharded = candidates[candidates.len() - 1].estimate.strategy;
+                Some(Advice::Change(adjustment(config, most_sharded, machines)?))
+            }
         };
-        let first = candidates.first().expect("`ddp` is possible everywhere");
-        let (parameters, batch) = (first.estimate.parameters, first.batch);
         Ok(Self {
             model: network(config, Dtypes::of(config), &ModelPart::WHOLE)?.name,
-            parameters,
-            batch,
             work: work(config),
             candidates,
             advice,
@@ -71,34 +67,33 @@ impl Comparison {
 pub enum Advice {
     /// This strategy fits, and no strategy that fits sends less.
     Take(Strategy),
-    /// No strategy fits as the configuration stands; `zero3` fits with this adjustment, if with any.
-    Change(Option<Adjustment>),
-}
-
-/// Settings with which a configuration fits.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Adjustment {
-    /// `KEY=VALUE` of what differs from the configuration.
-    pub settings: Vec<String>,
-    /// Bytes that a device then holds.
-    pub held: u64,
+    /// No strategy fits as the configuration stands; the one that shards most fits with these settings, if with any.
+    Change(Option<FoundLayout>),
 }
 
 /// Of the strategies that fit, the one that sends least.
 fn choice(candidates: &[Candidate]) -> Option<Strategy> {
     let sent = |candidate: &Candidate| candidate.sent.along(&GRADIENTS);
     let fits = |candidate: &&Candidate| candidate.fits == Some(true);
-    let in_order = PREFERENCE.map(|strategy| candidates.iter().find(|found| found.strategy == strategy));
+    let in_order = PREFERENCE.map(|strategy| {
+        candidates
+            .iter()
+            .find(|found| found.estimate.strategy == strategy)
+    });
     // A difference of less than 1 % is padding.
     let is_less = |next, best| sent(next) * 100 < sent(best) * 99;
     let fitting = in_order.into_iter().flatten().filter(fits);
     let best = fitting.reduce(|best, next| if is_less(next, best) { next } else { best });
-    best.map(|candidate| candidate.strategy)
+    best.map(|candidate| candidate.estimate.strategy)
 }
 
-/// The first combination with which `zero3` fits. Recomputation costs less time than offloading; a reduction in bf16 changes
-/// the numbers.
-fn adjustment(config: &TrainConfig, machines: &Machines) -> Result<Option<Adjustment>, TrainError> {
+/// The first combination with which a strategy fits. Recomputation costs less time than offloading; a reduction in bf16
+/// changes the numbers.
+fn adjustment(
+    config: &TrainConfig,
+    strategy: Strategy,
+    machines: &Machines,
+) -> Result<Option<FoundLayout>, TrainError> {
     let reductions = match (config.train.precision, config.parallel.reduce_dtype) {
         (Precision::Bf16, ReduceDtype::F32) => vec![ReduceDtype::F32, ReduceDtype::Bf16],
         (_, given) => vec![given],
@@ -106,16 +101,13 @@ fn adjustment(config: &TrainConfig, machines: &Machines) -> Result<Option<Adjust
     for reduce_dtype in reductions {
         for offload in [config.train.offload.optimizer, OptimizerOffload::Host] {
             for recompute in [Recompute::Norms, Recompute::Selective, Recompute::Full] {
-                let mut changed = under(config, Strategy::Zero3);
+                let mut changed = under(config, strategy);
                 changed.parallel.reduce_dtype = reduce_dtype;
                 changed.train.offload.optimizer = offload;
                 changed.train.recompute = recompute;
                 let candidate = Candidate::of(&changed, machines)?;
                 if candidate.fits == Some(true) {
-                    return Ok(Some(Adjustment {
-                        settings: settings(config, &changed),
-                        held: candidate.held,
-                    }));
+                    return Ok(Some(FoundLayout::new(candidate, config, &changed)));
                 }
             }
         }
@@ -128,6 +120,7 @@ mod tests {
     use super::*;
     use crate::config;
     use crate::costs::Cluster;
+    use crate::mesh::Axis;
 
     const GB: u64 = 1_000_000_000;
 
@@ -206,7 +199,7 @@ mod tests {
     fn a_shard_group_needs_the_ranks_of_the_machines_only() {
         let grouped = config(&["parallel.strategy=zero2", "parallel.shard_group=4"]);
         let comparison = Comparison::of(&grouped, &machines(180 * GB)).unwrap();
-        assert_eq!(comparison.candidates[1].estimate.shard_ranks, 4);
+        assert_eq!(comparison.candidates[1].mesh.size(&[Axis::Shard]), 4);
     }
 
     #[test]
@@ -223,7 +216,7 @@ mod tests {
         let size = "train.micro_batch=4";
         for (memory, offloads) in [(26, false), (20, true)] {
             let comparison = Comparison::of(&config(&[size]), &machines(memory * GB)).unwrap();
-            let Some(Advice::Change(Some(Adjustment { settings, held }))) = comparison.advice else {
+            let Some(Advice::Change(Some(FoundLayout { candidate, settings }))) = comparison.advice else {
                 panic!("{memory} GB: {:?}", comparison.advice);
             };
             let is_offload = |setting: &String| setting == "train.offload.optimizer=host";
@@ -232,7 +225,11 @@ mod tests {
             let changed = config(&overrides.collect::<Vec<_>>());
             let changed = Comparison::of(&changed, &machines(memory * GB)).unwrap();
             let zero3 = changed.candidates.last().unwrap();
-            assert_eq!((zero3.held, zero3.fits), (held, Some(true)), "{settings:?}");
+            assert_eq!(
+                (zero3.held, zero3.fits),
+                (candidate.held, Some(true)),
+                "{settings:?}"
+            );
         }
         let comparison = Comparison::of(&config(&[size]), &machines(5 * GB)).unwrap();
         assert_eq!(comparison.advice, Some(Advice::Change(None)));
@@ -243,13 +240,16 @@ mod tests {
         for (overrides, overlaps) in [(&["parallel.overlap=false"][..], false), (&[], true)] {
             let comparison = Comparison::of(&config(overrides), &machines(80 * GB)).unwrap();
             for candidate in &comparison.candidates {
-                let (compute, communication) = (candidate.compute.unwrap(), candidate.communication.unwrap());
+                let (compute, communication) = (
+                    candidate.times.busy.compute.unwrap(),
+                    candidate.communication.unwrap(),
+                );
                 let expected = if overlaps {
                     compute.max(communication)
                 } else {
                     compute + communication
                 };
-                let found = candidate.seconds().unwrap();
+                let found = candidate.seconds.unwrap();
                 assert!((found / expected - 1.0).abs() < 1e-9, "{found}, not {expected}");
                 assert!(communication > 0.0);
             }

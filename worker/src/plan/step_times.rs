@@ -21,7 +21,6 @@ use crate::mesh::{Axis, MeshShape};
 use crate::parallel::Dtypes;
 use crate::parallel::pipeline::{PipelinePlan, RankTimeline, Simulation, StageCosts};
 use crate::plan::estimate::StepTraffic;
-use crate::train::TrainError;
 use crate::train::strategy::layer_work;
 
 /// Ticks of the simulator in the longest action or message: small enough that a step never
@@ -45,11 +44,11 @@ pub struct Machines {
 
 /// What a rank does in a step, on average, in seconds; none of it depends on its pipeline's schedule.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct BusyTimes {
+pub struct BusyTimes {
     /// Arithmetic, if the rate is known.
-    pub(super) compute: Option<f64>,
+    pub compute: Option<f64>,
     /// Exchanges within its tensor group, if the rates are known.
-    pub(super) tensor: Option<f64>,
+    pub tensor: Option<f64>,
     /// Exchanges in one layer for one micro-batch.
     exchange: f64,
 }
@@ -57,7 +56,7 @@ pub(super) struct BusyTimes {
 impl BusyTimes {
     /// `exchanged`: bytes that a rank sends to its tensor group in one micro-batch of the whole
     /// model.
-    pub(super) fn of(config: &TrainConfig, machines: &Machines, exchanged: u64) -> Result<Self, TrainError> {
+    pub(super) fn of(config: &TrainConfig, machines: &Machines, exchanged: u64) -> Self {
         let (tensor, stages) = (
             config.parallel.tensor as u64,
             config.parallel.pipeline.stages as f64,
@@ -71,11 +70,11 @@ impl BusyTimes {
         let exchange = machines.cluster.least_seconds(&[to_group]);
         let [layer, head] = layer_work(config);
         let work = (layers * layer.total() + head.total()) as f64 * tokens(config) / tensor as f64;
-        Ok(Self {
+        Self {
             compute: machines.flops.map(|rate| micro_batches * work / rate / stages),
             tensor: exchange.map(|seconds| micro_batches * seconds / stages),
             exchange: exchange.unwrap_or(0.0) / layers as f64,
-        })
+        }
     }
 
     /// Arithmetic and exchanges, one after the other.
@@ -91,10 +90,11 @@ fn tokens(config: &TrainConfig) -> f64 {
 
 /// Times of a step, in seconds; none depends on a rate that is not known.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct StepTimes {
-    pub(super) busy: BusyTimes,
+pub struct StepTimes {
+    /// What a rank does.
+    pub busy: BusyTimes,
     /// Share of all ranks' time in which they neither compute nor exchange.
-    pub(super) bubble: f64,
+    pub bubble: f64,
     /// From the first to the last action of the pipeline.
     pub(super) pipeline: Option<f64>,
     /// The part of it with which traffic of once per step can overlap.
@@ -102,14 +102,15 @@ pub(super) struct StepTimes {
 }
 
 impl StepTimes {
-    /// Times of a configuration on a mesh of machines. The plan may have fewer micro-batches than
-    /// a step: no rank waits for those in the middle of a step.
+    /// Times of a configuration on a mesh of machines, and the simulation behind them, in which a
+    /// layer keeps a byte of a micro-batch. The plan may have fewer micro-batches than a step: no
+    /// rank waits for those in the middle of a step.
     pub(super) fn of(
         config: &TrainConfig,
         machines: &Machines,
         (mesh, plan): (&MeshShape, &PipelinePlan),
         busy: BusyTimes,
-    ) -> Result<Self, TrainError> {
+    ) -> (Self, Simulation) {
         let tensor = mesh.size(&[Axis::Tensor]) as u64;
         let [layer, head] = layer_work(config);
         let seconds_an_operation = tokens(config) / tensor as f64 / machines.flops.unwrap_or(ANY_RATE);
@@ -131,19 +132,22 @@ impl StepTimes {
         };
         let transit = message.filter(|_| machines.flops.is_some()).unwrap_or(0.0);
         let tick = seconds.iter().flatten().copied().fold(transit, f64::max) / LONGEST_TICKS;
-        let costs: Vec<StageCosts> = seconds.iter().map(|seconds| in_ticks(*seconds, tick)).collect();
+        let stages = seconds.iter().zip(plan.layers());
+        let costs = stages.map(|(seconds, layers)| in_ticks(*seconds, tick, layers.len() as u64));
+        let costs: Vec<StageCosts> = costs.collect();
         let simulation = plan.simulated(&costs, (transit / tick) as u64);
         let simulation = simulation.expect("a plan's schedule was checked to run to its end");
         let simulated = simulation.end as f64 * tick;
         let waiting = simulation.bubble_fraction() * simulated;
         let all = plan.micro_batches() as f64 / config.train.grad_accumulation as f64;
         let computing = (simulated - waiting) / all;
-        Ok(Self {
+        let times = Self {
             bubble: waiting / (computing + waiting),
             pipeline: busy.sum().zip(message).map(|(busy, _)| busy + waiting),
             hides: hidden(&simulation, &costs, plan) as f64 * tick,
             busy,
-        })
+        };
+        (times, simulation)
     }
 
     /// Least time for what a rank sends to data-parallel ranks.
@@ -183,14 +187,14 @@ impl StepTimes {
     }
 }
 
-fn in_ticks(seconds: [f64; 3], tick: f64) -> StageCosts {
+fn in_ticks(seconds: [f64; 3], tick: f64, layers: u64) -> StageCosts {
     let [forward, input_gradient, weight_gradient] = seconds.map(|seconds| (seconds / tick) as u64);
     StageCosts {
         forward,
         input_gradient,
         weight_gradient,
         backward: input_gradient + weight_gradient,
-        ..StageCosts::default()
+        kept_bytes: layers,
     }
 }
 

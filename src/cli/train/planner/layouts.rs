@@ -1,79 +1,79 @@
 //! The best layouts for the planned machines, as a table, and which one to use.
 
 use std::fmt::Write as _;
+use std::time::Duration;
 
 use ddp_proto::words::{counted, grouped};
 
 use super::report::{self, Context};
 use crate::cli::native::{Axis, Candidate, FoundLayout, LayoutSearch};
 
-/// Most layouts that are listed as too large.
+/// How long layouts are searched, at most.
+pub(super) const SEARCH_TIME: Duration = Duration::from_secs(10);
+/// Most meshes that are named as too large, or as not searched.
 const MAX_NAMED: usize = 5;
 
 /// A table with one layout per column. `memory` is the memory of a device.
 pub(super) fn text(search: &LayoutSearch, memory: u64, context: &Context) -> String {
     let (bytes, memory) = (context.bytes, (context.bytes)(memory));
     let mut text = match &search.best[..] {
-        [] => format!("No layout fits into {memory}.\n"),
-        [first, others @ ..] => format!(
-            "The best layouts for {} samples per step:\n{}\n{}{}",
-            grouped(first.candidate.batch.samples()),
-            table(search, context),
-            recommendation(first, others.first()),
-            alternatives(others)
+        [] => format!("No searched layout fits into {memory}.\n"),
+        best => format!(
+            "The best layouts for {} samples per step:\n{}\n{}",
+            grouped(best[0].candidate.batch.samples()),
+            table(best, context),
+            recommendation(best)
         ),
     };
-    for FoundLayout { candidate, .. } in search.too_large.iter().take(MAX_NAMED) {
-        let (layout, held) = (candidate.layout(), bytes(candidate.held));
-        let with = format!("`{}`{}", strategy(candidate), and_schedule(candidate));
+    for (mesh, least) in search.too_large.iter().take(MAX_NAMED) {
+        let least = bytes(*least);
         let _ = writeln!(
             text,
-            "`{layout}` does not fit: with {with} it needs {held}, and a device has {memory}."
+            "`{mesh}` does not fit: it needs at least {least}, and a device has {memory}."
         );
     }
     let rest = search.too_large.len().saturating_sub(MAX_NAMED);
     for (number, what) in [
         (rest, "cannot fit either"),
-        (search.slower, "can only be slower"),
-        (search.not_looked_at, "could not be searched: there are too many"),
+        (search.slower, "do not fit or can only be slower"),
     ] {
         if number > 0 {
             let _ = writeln!(text, "{} {what}.", counted(number, "more layout"));
         }
     }
+    if !search.not_searched.is_empty() {
+        let named = search.not_searched.iter().take(MAX_NAMED);
+        let named: Vec<String> = named.map(|mesh| format!("`{mesh}`")).collect();
+        let more = match search.not_searched.len() - named.len() {
+            0 => String::new(),
+            more => format!(" and {more} more"),
+        };
+        let _ = writeln!(
+            text,
+            "After {} s the search ended. Not searched to the end, and maybe faster: {}{more}.",
+            SEARCH_TIME.as_secs(),
+            named.join(", ")
+        );
+    }
     text
 }
 
-/// Which layout to use, how much faster it is than the next one, and the flags that select it.
-fn recommendation(first: &FoundLayout, next: Option<&FoundLayout>) -> String {
-    let taken = &first.candidate;
-    let ahead = next.and_then(|FoundLayout { candidate, .. }| {
-        let later = report::share(candidate.seconds()? / taken.seconds()? - 1.0);
-        Some(format!(
-            "; a step with `{}` takes {later} longer",
-            candidate.layout()
-        ))
+/// Which layout to use, how much faster it is than the next one, and the flags that select each.
+fn recommendation(best: &[FoundLayout]) -> String {
+    let first = &best[0].candidate;
+    let ahead = best.get(1).and_then(|FoundLayout { candidate: next, .. }| {
+        let later = report::share(next.seconds? / first.seconds? - 1.0);
+        Some(format!("; a step with `{}` takes {later} longer", next.mesh))
     });
-    format!(
-        "Use `{}` with `{}`{}: it has the shortest step of all layouts that fit{}.\n {}\n",
-        taken.layout(),
-        strategy(taken),
-        and_schedule(taken),
-        ahead.unwrap_or_default(),
-        report::flags(&first.settings)
-    )
-}
-
-/// The flags that select the other layouts of the table, a line each.
-fn alternatives(others: &[FoundLayout]) -> String {
-    let line = |found: &FoundLayout| {
-        format!(
-            "For `{}`:\n {}\n",
-            found.candidate.layout(),
-            report::flags(&found.settings)
-        )
-    };
-    others.iter().map(line).collect()
+    let mut text = format!(
+        "Use `{}`: it has the shortest step of all searched layouts that fit{}.\n",
+        first.mesh,
+        ahead.unwrap_or_default()
+    );
+    for FoundLayout { candidate, settings } in best {
+        let _ = writeln!(text, "For `{}`:\n {}", candidate.mesh, report::flags(settings));
+    }
+    text
 }
 
 /// `zero3`, or `zero3 over 8` if it shards over 8 of the data-parallel ranks.
@@ -85,54 +85,36 @@ fn strategy(candidate: &Candidate) -> String {
     }
 }
 
-fn and_schedule(candidate: &Candidate) -> String {
-    schedule(candidate).map_or_else(String::new, |schedule| format!(" and {schedule}"))
-}
-
-/// The schedule, if the layout has a pipeline.
-fn schedule(candidate: &Candidate) -> Option<&str> {
-    (candidate.layers.len() > 1).then_some(candidate.schedule)
-}
-
-fn table(search: &LayoutSearch, context: &Context) -> String {
+fn table(best: &[FoundLayout], context: &Context) -> String {
     let (bytes, [least, most]) = (context.bytes, report::bounds(context.mfu));
     let row = |title: &str, cell: &dyn Fn(&Candidate) -> String| -> Vec<String> {
-        let cells = search.best.iter().map(|found| cell(&found.candidate));
+        let cells = best.iter().map(|found| cell(&found.candidate));
         std::iter::once(title.to_owned()).chain(cells).collect()
     };
-    let seconds = |c: &Candidate| c.seconds().unwrap_or(f64::INFINITY);
+    let seconds = |c: &Candidate| c.seconds.unwrap_or(f64::INFINITY);
     let along = |title, axis| row(title, &|c| bytes(c.sent.along(&[axis])));
-    let mut rows = vec![
-        row("", &Candidate::layout),
+    let rows = vec![
+        row("", &|c| c.mesh.to_string()),
         row("strategy", &strategy),
-        row("schedule", &|c| schedule(c).unwrap_or("–").to_owned()),
-    ];
-    let recompute = |found: &FoundLayout| {
-        let mut settings = found.settings.iter();
-        let recompute = settings.find_map(|setting| setting.strip_prefix("train.recompute="));
-        recompute.unwrap_or("–").to_owned()
-    };
-    let cells = search.best.iter().map(recompute);
-    rows.push(std::iter::once("recompute".to_owned()).chain(cells).collect());
-    if search.best.iter().any(|found| found.candidate.chunks > 1) {
-        rows.push(row("chunks per rank", &|c| c.chunks.to_string()));
-    }
-    let elsewhere = (search.best.first()).map_or("", |found| found.candidate.offloaded_to);
-    rows.extend([
+        row("schedule", &|c| {
+            if c.layers.len() > 1 { c.schedule } else { "–" }.to_owned()
+        }),
+        row("recompute", &|c| c.recompute.to_owned()),
+        row("chunks per rank", &|c| c.chunks.to_string()),
         row("micro-batches", &|c| c.batch.accumulation.to_string()),
         row("layers per rank", &report::layers),
         row("on the device", &|c| bytes(c.held)),
         row("  state", &|c| bytes(c.state())),
-        row(elsewhere, &|c| bytes(c.offloaded())),
+        row(best[0].candidate.offloaded_to, &|c| bytes(c.offloaded())),
         along("sent along tensor", Axis::Tensor),
         along("sent along pipeline", Axis::Pipeline),
         along("sent along shard", Axis::Shard),
         along("sent along replicate", Axis::Replicate),
-        row("pipeline bubble", &|c| report::share(c.bubble)),
+        row("pipeline bubble", &|c| report::share(c.times.bubble)),
         row(&format!("step time{least}"), &|c| report::duration(seconds(c))),
         row(&format!("tokens/s{most}"), &|c| {
             grouped((c.batch.tokens() as f64 / seconds(c)) as u64)
         }),
-    ]);
+    ];
     report::columns(report::without_nothing(rows))
 }

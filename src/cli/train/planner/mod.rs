@@ -161,16 +161,14 @@ fn plan(args: &PlanArgs, config: &Path) -> Result<String, CliError> {
     let progress = ddp_launcher::progress_bar("{spinner} planning, {elapsed}");
     progress.enable_steady_tick(TICK);
     let comparison = draft.comparison(&machines)?;
-    let search = draft.layouts(&machines, args.layouts as usize)?;
+    let search = draft.layouts(&machines, args.layouts as usize, layouts::SEARCH_TIME)?;
     progress.finish_and_clear();
-    let best = search.as_ref().and_then(|search| search.best.first());
     let gb = args.units == "gb";
     let context = report::Context {
         device: &device,
         bytes: if gb { decimal_bytes } else { bytes },
         mfu: args.device.mfu,
         has_default_ranks: size.is_default,
-        is_best: best.is_none_or(|best| best.candidate.batch.ranks == machines.cluster.ranks()),
     };
     let mut text = report::text(&comparison, &machines, &context);
     if let (Some(search), Some(memory)) = (&search, machines.memory) {

@@ -7,7 +7,7 @@ use ddp_proto::words::{counted, grouped};
 use super::device::Planned;
 use crate::cli::answer;
 use crate::cli::native::costs::{Cluster, GlobalBatch};
-use crate::cli::native::{Advice, Axis, Candidate, Comparison, Machines, Strategy};
+use crate::cli::native::{Advice, Axis, Candidate, Comparison, FoundLayout, Machines, Strategy};
 
 /// Columns of a table, at most.
 const WIDTH: usize = 80;
@@ -35,18 +35,17 @@ pub(super) struct Context<'a> {
     pub(super) mfu: f64,
     /// Ranks per node are not given.
     pub(super) has_default_ranks: bool,
-    /// The layout search found nothing better than data parallelism alone.
-    pub(super) is_best: bool,
 }
 
 /// The whole report but for the layouts.
 pub(super) fn text(comparison: &Comparison, machines: &Machines, context: &Context) -> String {
-    let mut text = facts(comparison, machines, context);
-    text.push('\n');
-    text.push_str(&strategies(comparison, context));
-    text.push('\n');
-    text.push_str(&advice(comparison, machines, context));
-    text
+    let advice = advice(comparison, machines, context);
+    [
+        facts(comparison, machines, context),
+        strategies(comparison, context),
+        advice,
+    ]
+    .join("\n")
 }
 
 /// What the device has of memory and rate, and what of it training gets.
@@ -77,9 +76,8 @@ fn precision(device: &Planned) -> String {
 }
 
 fn facts(comparison: &Comparison, machines: &Machines, context: &Context) -> String {
-    let Comparison {
-        batch, work, model, ..
-    } = comparison;
+    let Comparison { work, model, .. } = comparison;
+    let (first, batch) = (&comparison.candidates[0], &comparison.candidates[0].batch);
     let cluster = machines.cluster;
     let ranks = format!(
         "{} = {} × {}{}",
@@ -115,9 +113,9 @@ fn facts(comparison: &Comparison, machines: &Machines, context: &Context) -> Str
     for (name, value) in [
         (
             "model",
-            format!("{model}, {} parameters", grouped(comparison.parameters)),
+            format!("{model}, {} parameters", grouped(first.estimate.parameters)),
         ),
-        ("ranks", ranks + &layout(comparison)),
+        ("ranks", ranks + &layout(first)),
         ("device", of_device(machines, context)),
         ("precision", precision(context.device)),
         ("bandwidth", bandwidth(&cluster, context.mfu)),
@@ -140,17 +138,13 @@ fn data_ranks(batch: &GlobalBatch, cluster: &Cluster) -> String {
 }
 
 /// The mesh, if its ranks are not only data-parallel.
-fn layout(comparison: &Comparison) -> String {
-    match comparison.candidates.first() {
-        Some(given) if given.batch.ranks < given.cluster.ranks() => {
-            let schedule = match given.layers.len() {
-                1 => String::new(),
-                _ => format!(", {} with {} layers", given.schedule, layers(given)),
-            };
-            format!(": {}{schedule}", given.layout())
-        }
-        _ => String::new(),
-    }
+fn layout(given: &Candidate) -> String {
+    let schedule = match given.layers.len() {
+        _ if given.batch.ranks == given.mesh.ranks() as u64 => return String::new(),
+        1 => String::new(),
+        _ => format!(", {} with {} layers", given.schedule, layers(given)),
+    };
+    format!(": {}{schedule}", given.mesh)
 }
 
 /// Layers of each rank of a pipeline, in order: `21, 3 × 20`.
@@ -201,8 +195,8 @@ fn strategies(comparison: &Comparison, context: &Context) -> String {
         let is_known = candidates.iter().any(|c| value(c).is_some());
         is_known.then(|| row(title, &|c| value(c).unwrap_or_else(|| UNKNOWN.to_owned())))
     };
-    let (tokens, all) = (comparison.batch.tokens() as f64, comparison.parameters as f64);
-    let elsewhere = candidates.first().map_or("", |c| c.offloaded_to);
+    let first = &candidates[0];
+    let (tokens, all) = (first.batch.tokens() as f64, first.estimate.parameters as f64);
     let mut rows = vec![
         row("", &|c| name(c).to_owned()),
         size("parameters", |c| c.estimate.held.params),
@@ -212,7 +206,7 @@ fn strategies(comparison: &Comparison, context: &Context) -> String {
         row("  B/parameter", &|c| format!("{:.1}", c.state() as f64 / all)),
         size("activations", |c| c.estimate.held.activations),
         size("on the device", |c| c.held),
-        size(elsewhere, Candidate::offloaded),
+        size(first.offloaded_to, Candidate::offloaded),
     ];
     rows.extend(known("fits", &|c| {
         Some(if c.fits? { "yes" } else { "no" }.to_owned())
@@ -221,15 +215,13 @@ fn strategies(comparison: &Comparison, context: &Context) -> String {
     rows.push(size("  to its tensor group", |c| c.sent.along(&[Axis::Tensor])));
     rows.push(size("  to other stages", |c| c.sent.along(&[Axis::Pipeline])));
     rows.push(size("    activations", |c| c.sent.pipeline));
-    rows.extend(known("arithmetic", &|c| c.compute.map(duration)));
-    rows.extend(known("tensor exchanges", &|c| c.tensor.map(duration)));
-    rows.push(row("pipeline bubble", &|c| share(c.bubble)));
+    rows.extend(known("arithmetic", &|c| c.times.busy.compute.map(duration)));
+    rows.extend(known("tensor exchanges", &|c| c.times.busy.tensor.map(duration)));
+    rows.push(row("pipeline bubble", &|c| share(c.times.bubble)));
     rows.extend(known("communication", &|c| c.communication.map(duration)));
-    rows.extend(known(&format!("step time{least}"), &|c| {
-        c.seconds().map(duration)
-    }));
+    rows.extend(known(&format!("step time{least}"), &|c| c.seconds.map(duration)));
     rows.extend(known(&format!("tokens/s{most}"), &|c| {
-        Some(grouped((tokens / c.seconds()?) as u64))
+        Some(grouped((tokens / c.seconds?) as u64))
     }));
     columns(without_nothing(rows))
 }
@@ -240,7 +232,7 @@ pub(super) fn share(part: f64) -> String {
 }
 
 pub(super) fn name(candidate: &Candidate) -> &'static str {
-    Strategy::WORDS[candidate.strategy as usize]
+    Strategy::WORDS[candidate.estimate.strategy as usize]
 }
 
 fn advice(comparison: &Comparison, machines: &Machines, context: &Context) -> String {
@@ -253,31 +245,21 @@ fn advice(comparison: &Comparison, machines: &Machines, context: &Context) -> St
         };
         return format!("The best strategy depends on the memory of a device: set {flags}.\n");
     };
-    let [take, none] = if context.is_best {
-        ["Use", "No strategy"]
-    } else {
-        [
-            "With data parallelism alone, use",
-            "With data parallelism alone, no strategy",
-        ]
-    };
     match advice {
         Advice::Take(strategy) => {
-            let taken = comparison.candidates.iter().find(|c| c.strategy == *strategy);
-            format!(
-                "{take} `parallel.strategy: {}`: of the strategies that fit, it sends least.\n",
-                taken.map_or("ddp", name)
-            )
+            let taken = Strategy::WORDS[*strategy as usize];
+            format!("Of the strategies that fit, `parallel.strategy: {taken}` sends least.\n")
         }
         Advice::Change(None) => format!(
-            "{none} fits into {}, not even with recomputation and an offloaded optimizer: use a smaller `train.micro_batch` or more nodes.\n",
+            "No strategy fits into {}, not even with recomputation and an offloaded optimizer: use a smaller `train.micro_batch` or more nodes.\n",
             bytes(memory)
         ),
-        Advice::Change(Some(adjustment)) => format!(
-            "{none} fits into {}. `zero3` would need {}:\n {}\n",
+        Advice::Change(Some(FoundLayout { candidate, settings })) => format!(
+            "No strategy fits into {} as configured. `{}` needs {} with:\n {}\n",
             bytes(memory),
-            bytes(adjustment.held),
-            flags(&adjustment.settings)
+            name(candidate),
+            bytes(candidate.held),
+            flags(settings)
         ),
     }
 }
@@ -381,7 +363,6 @@ mod tests {
                 bytes: ddp_proto::words::bytes,
                 mfu,
                 has_default_ranks: false,
-                is_best: true,
             },
         )
     }
@@ -413,7 +394,7 @@ mod tests {
          step time, at least     879 ms    745 ms    746 ms     875 ms
          tokens/s, at most      149,134   175,918   175,799    149,866
 
-        Use `parallel.strategy: zero2`: of the strategies that fit, it sends least.
+        Of the strategies that fit, `parallel.strategy: zero2` sends least.
         ");
     }
 
@@ -443,7 +424,7 @@ mod tests {
          step time         87.2 s     87.2 s     87.2 s     87.2 s
          tokens/s           1,503      1,503      1,503      1,503
 
-        No strategy fits into 37.3 GiB. `zero3` would need 29.6 GiB:
+        No strategy fits into 37.3 GiB as configured. `zero3` needs 29.6 GiB with:
           --set parallel.strategy=zero3 --set train.recompute=full
         ");
     }
