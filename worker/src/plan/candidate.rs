@@ -186,7 +186,7 @@ impl<'a> PlannedMesh<'a> {
         let mut rehearsed = config.clone();
         rehearsed.train.grad_accumulation = rehearsed_micro_batches(&config);
         let plan = Arc::new(pipeline_plan(&rehearsed)?);
-        let (times, simulation) = StepTimes::of(&config, machines, (&mesh, &plan), busy);
+        let (times, simulation) = StepTimes::of(&config, machines, &mesh, &plan, busy);
         Ok(Self {
             alike: AlikeRanks::all(&plan, &simulation),
             times,
@@ -241,9 +241,9 @@ impl<'a> PlannedMesh<'a> {
             layers: (0..placement.ranks()).map(layers).collect(),
             fits: self.machines.memory.map(|memory| held <= memory),
             times: *times,
-            communication: StepTimes::communication((cluster, mesh), sent.by_axis),
+            communication: StepTimes::communication(cluster, mesh, sent.by_axis),
             offloaded_to: if is_file { "in a file" } else { "in host memory" },
-            seconds: times.step(config, (cluster, mesh), &sent),
+            seconds: times.step(config, cluster, mesh, &sent),
             batch: GlobalBatch::of(config, mesh),
             estimate,
             sent,

@@ -108,7 +108,8 @@ impl StepTimes {
     pub(super) fn of(
         config: &TrainConfig,
         machines: &Machines,
-        (mesh, plan): (&MeshShape, &PipelinePlan),
+        mesh: &MeshShape,
+        plan: &PipelinePlan,
         busy: BusyTimes,
     ) -> (Self, Simulation) {
         let tensor = mesh.size(&[Axis::Tensor]) as u64;
@@ -152,7 +153,8 @@ impl StepTimes {
 
     /// Least time for what a rank sends to data-parallel ranks.
     pub(super) fn communication(
-        (cluster, mesh): (&Cluster, &MeshShape),
+        cluster: &Cluster,
+        mesh: &MeshShape,
         sent: [u64; Axis::ALL.len()],
     ) -> Option<f64> {
         let along = |axis: Axis| Sent {
@@ -167,7 +169,8 @@ impl StepTimes {
     pub(super) fn step(
         &self,
         config: &TrainConfig,
-        on: (&Cluster, &MeshShape),
+        cluster: &Cluster,
+        mesh: &MeshShape,
         sent: &StepTraffic,
     ) -> Option<f64> {
         let micro_batches = config.train.grad_accumulation as u64;
@@ -176,7 +179,7 @@ impl StepTimes {
             sent.by_axis[axis].saturating_sub(micro_batches * sent.repeated[axis])
         });
         let pipeline = self.pipeline?;
-        let [once, all] = [once, sent.by_axis].map(|sent| Self::communication(on, sent));
+        let [once, all] = [once, sent.by_axis].map(|sent| Self::communication(cluster, mesh, sent));
         let overlaps = config.parallel.overlap && config.parallel.sync != Sync::Naive;
         Some(if overlaps {
             let before = (pipeline - self.hides).max(0.0);
