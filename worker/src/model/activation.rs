@@ -3,7 +3,7 @@
 //! A lease ends when the last clone is dropped; the memory then serves other activations. All users of a pool enqueue
 //! on one stream, so reuse is ordered by the stream even on asynchronous devices.
 //!
-//! The memory is one arena of a size that is known beforehand (`train/schedule/rehearsal.rs`). What finds no place in it, or has
+//! The memory is one arena of a size that is known beforehand (`train/run_row.rs` rehearses). What finds no place in it, or has
 //! no such arena because nobody asked beforehand, gets memory of its own, which serves later activations of the same size.
 //! An activation lies in the lowest hole that is wide enough. That choice does not depend on how long the arena is, so what
 //! was placed in endless memory once finds the same places, and fits, in memory of the `Placement::extent` that it then

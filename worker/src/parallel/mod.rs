@@ -9,7 +9,6 @@
 //! | [`ReplicaSet`], [`StateGroup`], [`CopyGroup`] | who sums, owns, counts and writes a parameter |
 //! | [`NormOrder`] | in which order the norm of all ranks is summed |
 //! | [`Parameters`] | what a rank owns of the parameters, gathered for as long as [`ReshardPolicy`] says |
-//! | [`TensorGroup`] | what the ranks of a tensor group exchange within a layer |
 //! | [`pipeline`] | what a rank does in a step, as data |
 //! | [`StageMessages`] | what the ranks of a pipeline hand to each other |
 //! | [`CommTimes`], [`DeviceTimes`] | what communication took, as the host and the device see it |

@@ -174,7 +174,8 @@ impl fmt::Display for OperationHeader {
             _ => {}
         }
         if call < 6 {
-            let purpose = ["gradients", "parameters", "activations", "other"].get(usize::from(self.traffic));
+            let purposes = ["gradients", "parameters", "activations", "pipeline", "other"];
+            let purpose = purposes.get(usize::from(self.traffic));
             write!(f, ", traffic {}", purpose.unwrap_or(&"unknown"))?;
         }
         if self.common_arena != 0 {

@@ -1,6 +1,6 @@
 //! Operations on NVIDIA GPUs: their CUDA C, and what they ask of a GPU as data.
 //!
-//! `layernorm.cu` holds the kernels of an operation, without CUDA headers; `ops/layernorm.rs` checks sizes and chooses
+//! `row_norm.cu` holds the kernels of an operation, without CUDA headers; `ops/row_norm.rs` checks sizes and chooses
 //! grid and types ([`super::Operation::plan`]). The CPU kernels are the reference. Three rules:
 //! - the same inputs give the same bits: no floating-point atomics, every sum has an order that is written down;
 //! - that order follows from the sizes alone, not from the GPU;
