@@ -50,7 +50,8 @@ impl Comparison {
             (Some(_), Some(strategy)) => Some(Advice::Take(strategy)),
             (Some(_), None) => {
                 let most_sharded = candidates[candidates.len() - 1].estimate.strategy;
-                Some(Advice::Change(adjustment(config, most_sharded, machines)?))
+                let found = adjustment(config, most_sharded, machines)?;
+                Some(Advice::Change(found.map(Box::new)))
             }
         };
         Ok(Self {
@@ -68,7 +69,7 @@ pub enum Advice {
     /// This strategy fits, and no strategy that fits sends less.
     Take(Strategy),
     /// No strategy fits as the configuration stands; the one that shards most fits with these settings, if with any.
-    Change(Option<FoundLayout>),
+    Change(Option<Box<FoundLayout>>),
 }
 
 /// Of the strategies that fit, the one that sends least.
@@ -216,9 +217,10 @@ mod tests {
         let size = "train.micro_batch=4";
         for (memory, offloads) in [(26, false), (20, true)] {
             let comparison = Comparison::of(&config(&[size]), &machines(memory * GB)).unwrap();
-            let Some(Advice::Change(Some(FoundLayout { candidate, settings }))) = comparison.advice else {
+            let Some(Advice::Change(Some(found))) = comparison.advice else {
                 panic!("{memory} GB: {:?}", comparison.advice);
             };
+            let FoundLayout { candidate, settings } = *found;
             let is_offload = |setting: &String| setting == "train.offload.optimizer=host";
             assert_eq!(settings.iter().any(is_offload), offloads, "{settings:?}");
             let overrides = settings.iter().map(String::as_str).chain([size]);

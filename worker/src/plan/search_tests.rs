@@ -161,7 +161,7 @@ fn nothing_that_fits_is_faster_than_what_is_found() {
 fn seventy_billion_parameters_fit_on_8_gpus_of_80_gb() {
     let config = with(&LLAMA_70B.replace("parallel: {reduce_dtype: bf16}", ""), &[]);
     let advice = Comparison::of(&config, &h100s(1)).unwrap().advice;
-    let Some(Advice::Change(Some(FoundLayout { settings, .. }))) = advice else {
+    let Some(Advice::Change(Some(found))) = advice else {
         panic!("{advice:?}");
     };
     let expected = [
@@ -170,7 +170,7 @@ fn seventy_billion_parameters_fit_on_8_gpus_of_80_gb() {
         "train.offload.optimizer=host",
         "train.recompute=full",
     ];
-    assert_eq!(settings, expected);
+    assert_eq!(found.settings, expected);
 }
 
 /// 16 bytes a parameter (Rajbhandari et al. 2020): 2 of it, 2 of its gradient, 12 of the optimizer, and of the latter a half

@@ -7,7 +7,7 @@ use ddp_proto::words::{counted, grouped};
 use super::device::Planned;
 use crate::cli::answer;
 use crate::cli::native::costs::{Cluster, GlobalBatch};
-use crate::cli::native::{Advice, Axis, Candidate, Comparison, FoundLayout, Machines, Strategy};
+use crate::cli::native::{Advice, Axis, Candidate, Comparison, Machines, Strategy};
 
 /// Columns of a table, at most.
 const WIDTH: usize = 80;
@@ -254,12 +254,12 @@ fn advice(comparison: &Comparison, machines: &Machines, context: &Context) -> St
             "No strategy fits into {}, not even with recomputation and an offloaded optimizer: use a smaller `train.micro_batch` or more nodes.\n",
             bytes(memory)
         ),
-        Advice::Change(Some(FoundLayout { candidate, settings })) => format!(
+        Advice::Change(Some(found)) => format!(
             "No strategy fits into {} as configured. `{}` needs {} with:\n {}\n",
             bytes(memory),
-            name(candidate),
-            bytes(candidate.held),
-            flags(settings)
+            name(&found.candidate),
+            bytes(found.candidate.held),
+            flags(&found.settings)
         ),
     }
 }
