@@ -19,7 +19,7 @@ use crate::tokenize::{Decoder, Encoder};
 pub struct Generator<'a> {
     loaded: &'a LoadedModel,
     /// Keys and values of the positions so far.
-    text: ChunkState,
+    cache: ChunkState,
     /// `[M]`, of the new positions.
     tokens: Buffer,
     /// `[V]`, f32.
@@ -74,7 +74,7 @@ impl<'a> Generator<'a> {
             Ok::<_, DeviceError>(arena.whole())
         };
         Ok(Self {
-            text: ChunkState::new(0..loaded.model.blocks.len() - 1),
+            cache: ChunkState::new(0..loaded.model.blocks.len() - 1),
             tokens: alloc("tokens", DType::I32, loaded.config.block_size)?,
             logits_there: alloc("logits of the next token", DType::F32, vocabulary)?,
             logits: vec![0.0; vocabulary],
@@ -104,13 +104,13 @@ impl<'a> Generator<'a> {
         compute.upload(&there, tokens);
         let inp = Activation::borrowed(there, vec![1, count]);
         let ctx = Context {
-            keep: Keep::Text {
+            keep: Keep::KvCache {
                 first_position: self.positions,
                 capacity: self.loaded.config.block_size,
             },
             ..self.loaded.context([1, count], None)
         };
-        let made = Passes { model, ctx: &ctx }.forward(&mut self.text, &inp, &mut NoHooks)?;
+        let made = Passes { model, ctx: &ctx }.forward(&mut self.cache, &inp, &mut NoHooks)?;
         // Only the last row is followed by anything new.
         let (shape, last) = ([1, 1], made.rows(count - 1..count));
         let ctx = Context { shape, ..ctx };

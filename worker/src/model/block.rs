@@ -74,7 +74,7 @@ pub enum Keep {
     /// What backward reads, but for what it computes again.
     ForBackward(Recompute),
     /// Keys and values of attention, for rows that follow in the text: generation. The head returns the logits, `[R, V]`.
-    Text {
+    KvCache {
         /// Position of the first row.
         first_position: usize,
         /// Positions for which there is memory.
@@ -240,7 +240,7 @@ impl Context<'_> {
     /// Position of the first row of each sample.
     pub(super) fn first_position(&self) -> usize {
         match self.keep {
-            Keep::Text { first_position, .. } => first_position,
+            Keep::KvCache { first_position, .. } => first_position,
             _ => 0,
         }
     }

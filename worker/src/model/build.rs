@@ -60,8 +60,8 @@ pub fn build_part(config: &config::Model, vocab: usize, part: &ModelPart) -> Res
             let table = [decoder.positions, channels];
             parts.matrix(group, names.positions, table, STD, None)
         });
-        let held = [vocab / part.tensor.1, channels];
-        Arc::new(Embedding::new(tokens, positions, held, decoder.dropout))
+        let (held, rate) = (vocab / part.tensor.1, decoder.dropout);
+        Arc::new(Embedding::new(tokens, positions, held, channels, rate))
     });
 
     for layer in 0..decoder.layers {

@@ -75,7 +75,7 @@ pub struct Passes<'a> {
 
 impl Passes<'_> {
     /// Forward over the chunk of `state`. The whole model goes from tokens `[B, T]` to the loss of each position
-    /// `[B·T]`, 0 where the target is ignored; with [`Keep::Text`] to the logits of each row, `[B·T, V]`.
+    /// `[B·T]`, 0 where the target is ignored; with [`Keep::KvCache`] to the logits of each row, `[B·T, V]`.
     pub fn forward(
         &self,
         state: &mut ChunkState,

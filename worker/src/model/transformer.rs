@@ -121,7 +121,7 @@ pub(super) struct Embedding {
 
 impl Embedding {
     /// An embedding of `held` tokens in `channels` channels. Without `wpe`, positions make no difference.
-    pub(super) fn new(wte: ParamId, wpe: Option<ParamId>, [held, channels]: [usize; 2], rate: f32) -> Self {
+    pub(super) fn new(wte: ParamId, wpe: Option<ParamId>, held: usize, channels: usize, rate: f32) -> Self {
         let params = std::iter::once(wte).chain(wpe).collect();
         Self {
             wte,
@@ -291,7 +291,7 @@ impl Block for Head {
         saved: &mut Saved,
     ) -> Result<Activation, DeviceError> {
         let logits = self.projection.forward(ctx, inp, saved, "logits")?;
-        if let Keep::Text { .. } = ctx.keep {
+        if let Keep::KvCache { .. } = ctx.keep {
             return Ok(logits);
         }
         let losses = self.losses(ctx, &logits)?;
@@ -369,37 +369,42 @@ impl Attention {
         let qkv = self.qkv.forward(ctx, inp, saved, "projected")?;
         self.rotate(ctx, &qkv, false);
         let mixed = ctx.lease("attention", &[shape.rows(), shape.channels()])?;
-        let lse = ctx.lease_stat("attention lse", &[shape.batch, shape.heads, shape.positions])?;
-        let (inp_of, out) = (qkv.buffer().clone(), mixed.buffer().clone());
-        match ctx.keep {
-            Keep::Text {
+        let lse = match ctx.keep {
+            Keep::KvCache {
                 first_position,
                 capacity,
             } => {
                 let cache = [shape.batch, capacity, shape.kv_channels()];
                 ctx.enqueue(AttentionDecode {
-                    qkv: inp_of,
+                    qkv: qkv.buffer().clone(),
                     keys: saved.cache(ctx, "keys", &cache)?,
                     values: saved.cache(ctx, "values", &cache)?,
-                    out,
+                    out: mixed.buffer().clone(),
                     shape,
                     first_position,
                 });
+                None
             }
-            _ => ctx.enqueue(AttentionForward {
-                qkv: inp_of,
-                out,
-                lse: lse.buffer().clone(),
-                shape,
-                dropout: self.mask(ctx),
-            }),
-        }
+            Keep::Nothing | Keep::ForBackward(_) => {
+                let lse = ctx.lease_stat("attention lse", &[shape.batch, shape.heads, shape.positions])?;
+                ctx.enqueue(AttentionForward {
+                    qkv: qkv.buffer().clone(),
+                    out: mixed.buffer().clone(),
+                    lse: lse.buffer().clone(),
+                    shape,
+                    dropout: self.mask(ctx),
+                });
+                Some(lse)
+            }
+        };
         let (projection, site) = (&self.projection, Site::AttentionResidual);
         let out = projection.forward_onto(ctx, &mixed, inp, self.dropout, site)?;
         ctx.save(saved, "attention input", inp);
         ctx.save(saved, "qkv", &qkv);
         ctx.save(saved, "attention", &mixed);
-        ctx.save(saved, "attention lse", &lse);
+        if let Some(lse) = &lse {
+            ctx.save(saved, "attention lse", lse);
+        }
         Ok(out)
     }
 
@@ -497,11 +502,11 @@ impl FeedForward {
         let dense = &self.widen.dense;
         let wide = dense.forward(ctx, &normalised, None, "projected")?;
         let active = ctx.lease("activated", &with_channels(&wide, self.projection.inputs))?;
-        let (inp_of, out) = (wide.buffer().clone(), active.buffer().clone());
+        let (wide_rows, out) = (wide.buffer().clone(), active.buffer().clone());
         match self.activation {
-            ActivationKind::Gelu => ctx.enqueue(GeluForward { inp: inp_of, out }),
+            ActivationKind::Gelu => ctx.enqueue(GeluForward { inp: wide_rows, out }),
             ActivationKind::SwiGlu => ctx.enqueue(SwigluForward {
-                inp: inp_of,
+                inp: wide_rows,
                 out,
                 channels: self.projection.inputs,
             }),

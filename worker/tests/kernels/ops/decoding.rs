@@ -64,7 +64,7 @@ fn decoded(rank: &Rank, parts: &[usize]) -> Vec<Vec<f64>> {
         let inp = Activation::borrowed(rank.rig.buffer(&part), vec![SAMPLES, count]);
         let ctx = Context {
             shape: [SAMPLES, count],
-            keep: Keep::Text {
+            keep: Keep::KvCache {
                 first_position: first,
                 capacity: POSITIONS,
             },
@@ -139,7 +139,7 @@ fn more_positions_than_the_cache_has_are_refused() {
     for (name, model) in kinds().into_iter().take(2) {
         let rank = rank(&model, DType::F32);
         let ctx = Context {
-            keep: Keep::Text {
+            keep: Keep::KvCache {
                 first_position: 0,
                 capacity: POSITIONS - 1,
             },
