@@ -107,7 +107,7 @@ impl MeshShape {
             );
             return Err(Problem::new("parallel.shard_group", what).with_hint(SAME_SIZE));
         }
-        check_node_groups(parallel, env, [data, shard])?;
+        check_node_groups(parallel, env, data, shard)?;
         Ok(Self {
             sizes: [stages, data / shard, shard, tensor],
         })
@@ -222,7 +222,7 @@ pub fn check_tensor_groups(parallel: &Parallel, env: &WorkerEnv) -> Result<(), P
 
 /// Refuses `shard_group: node` if a stage neither fills whole nodes nor divides one: shard groups
 /// would then span nodes.
-fn check_node_groups(parallel: &Parallel, env: &WorkerEnv, [data, shard]: [usize; 2]) -> Result<(), Problem> {
+fn check_node_groups(parallel: &Parallel, env: &WorkerEnv, data: usize, shard: usize) -> Result<(), Problem> {
     let (local, group) = (env.local_world_size as usize, shard * parallel.tensor);
     if shard == 1 || parallel.shard_group != Some(ShardGroup::Node) || local.is_multiple_of(group) {
         return Ok(());
@@ -325,7 +325,7 @@ impl Mesh {
         self.world.timeline()
     }
 
-    /// Ends the threads of all communicators, the last use of them.
+    /// Ends the threads of all communicators, which cannot be used after that.
     pub fn end_threads(&self) {
         self.groups().iter().for_each(|group| group.comm.end_thread());
         self.world.end_thread();

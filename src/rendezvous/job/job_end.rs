@@ -20,7 +20,7 @@ const LISTED: Duration = Duration::from_hours(1);
 #[derive(Debug)]
 struct EndedLine {
     at: Duration,
-    /// Then.
+    /// Of the job when it ended.
     summary: JobSummary,
 }
 

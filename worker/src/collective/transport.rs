@@ -18,7 +18,7 @@ pub enum CommPattern {
     Messages,
 }
 
-/// What a part of a group is made for, and of whom.
+/// A part of a group: its name, its ranks, and how they talk.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Subgroup {
     /// In errors and timelines. Two groups of one rank have two names.

@@ -285,8 +285,8 @@ impl DropoutLayer {
     /// What is dropped there; none: nothing.
     pub(super) fn mask(self, ctx: &Context<'_>, site: Site) -> Option<DropoutMask> {
         let samples = ctx.samples.filter(|_| self.rate > 0.0)?;
-        let place = [self.layer, site as u32];
-        Some(DropoutMask::new(samples.seed, place, samples.first, self.rate))
+        let (seed, first) = (samples.seed, samples.first);
+        Some(DropoutMask::new(seed, self.layer, site as u32, first, self.rate))
     }
 
     /// `residual + mask · inp`, for `[B, T, C]`: an activation of its own; none if nothing is dropped.

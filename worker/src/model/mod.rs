@@ -13,7 +13,6 @@
 //! | [`Published`] | how a kind of model is published: names of tensors, words of `config.json` |
 //! | [`build()`] | a network from the `model` section: GPT-2, or the same without attention |
 //! | [`Passes`], [`ChunkState`], [`Hooks`] | forward and backward over a chunk of blocks; a micro-batch between them; what accompanies them |
-
 //! | [`fill_init`] | stateless first values |
 
 mod activation;

@@ -28,7 +28,7 @@ pub struct DropoutMask {
 impl DropoutMask {
     /// The mask of place `site` in layer `layer`. `first_sample` is the number in the run of the micro-batch's first
     /// sample, `rate` the share of numbers that are dropped, from 0 to below 1.
-    pub fn new(seed: u64, [layer, site]: [u32; 2], first_sample: u64, rate: f32) -> Self {
+    pub fn new(seed: u64, layer: u32, site: u32, first_sample: u64, rate: f32) -> Self {
         let seed = [seed as u32, (seed >> 32) as u32];
         let [first, second, ..] = philox([layer, site, 0, DOMAIN], seed);
         Self {
@@ -252,7 +252,7 @@ mod tests {
     #[test]
     fn as_many_are_dropped_as_the_rate_says() {
         for rate in [0.0, 0.1, 0.5, 0.9] {
-            let mask = DropoutMask::new(7, [3, 1], 1000, rate);
+            let mask = DropoutMask::new(7, 3, 1, 1000, rate);
             let (mut elements, mut keys) = (vec![0.0_f64; 40_001], vec![1.0_f64; 40_001]);
             mask.of_position(2, 5, &mut elements);
             mask.drop_keys(2, 5, 1, &mut keys);
@@ -266,9 +266,9 @@ mod tests {
 
     #[test]
     fn a_mask_depends_on_seed_place_sample_and_row_only() {
-        let mask = |seed, place, first, sample, row| {
+        let mask = |seed, [layer, site]: [u32; 2], first, sample, row| {
             let mut factors = [0.0_f64; 64];
-            DropoutMask::new(seed, place, first, 0.5).of_position(sample, row, &mut factors);
+            DropoutMask::new(seed, layer, site, first, 0.5).of_position(sample, row, &mut factors);
             factors
         };
         let one = mask(1, [2, 3], 10, 4, 5);
@@ -290,7 +290,7 @@ mod tests {
 
     #[test]
     fn a_row_of_keys_begins_as_a_longer_one_does() {
-        let mask = DropoutMask::new(1, [0, 0], 0, 0.5);
+        let mask = DropoutMask::new(1, 0, 0, 0, 0.5);
         let row = |len| {
             let mut row = vec![1.0_f32; len];
             mask.drop_keys(0, 1, 2, &mut row);

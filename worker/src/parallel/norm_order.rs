@@ -18,7 +18,8 @@ pub struct NormOrder {
 }
 
 impl NormOrder {
-    /// The order that follows from the chunks of each rank ([`NormOrder::chunks`]), given by rank: pipeline, shard, tensor.
+    /// The order that follows from the chunks of each rank ([`NormOrder::chunks`]), given in the order of the ranks that hold
+    /// one copy of the model ([`super::one_copy`]).
     pub fn new(ranks: &[Vec<Option<usize>>]) -> Self {
         let each = ranks.iter().map(Vec::len).max().unwrap_or(0);
         let placed = ranks.iter().enumerate().flat_map(|(rank, chunks)| {

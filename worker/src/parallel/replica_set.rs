@@ -60,8 +60,8 @@ pub fn one_copy(model: &[ParamSpec]) -> Vec<Axis> {
     Axis::ALL.into_iter().filter(holds_part).collect()
 }
 
-/// True on one of the ranks that hold copies of the same elements along `axes`: along [`one_copy`] it counts them in the
-/// norm, along [`MODEL_AXES`] it writes them. `index` is where the rank stands along an axis.
+/// True on one of the ranks that hold copies of the same elements along `axes`: the one that counts them in the norm (along
+/// [`one_copy`]) and writes them to checkpoints (along [`MODEL_AXES`]). `index` is where the rank stands along an axis.
 pub fn is_counted(roles: &Roles, axes: &[Axis], index: impl Fn(Axis) -> usize) -> bool {
     let is_cut = |axis: Axis| axis == Axis::Shard || roles[axis as usize] == AxisRole::Cut;
     axes.iter().all(|&axis| is_cut(axis) || index(axis) == 0)

@@ -51,19 +51,15 @@ pub(super) struct Pass {
 
 pub(super) static FORWARD: Pass = Pass {
     source: &FLASH_FORWARD,
-    cuts: [
-        cut(32, [4, 1, 64, 4], None),
-        cut(64, [4, 2, 64, 2], None),
-        cut(128, [4, 1, 64, 2], None),
-    ],
+    cuts: [cut(32, 4, 1, 64, 4), cut(64, 4, 2, 64, 2), cut(128, 4, 1, 64, 2)],
 };
 
 pub(super) static BACKWARD: Pass = Pass {
     source: &FLASH_BACKWARD,
     cuts: [
-        cut(32, [4, 2, 64, 2], Some((32, 2))),
-        cut(64, [4, 2, 64, 2], Some((32, 1))),
-        cut(128, [4, 1, 64, 1], Some((32, 1))),
+        cut(32, 4, 2, 64, 2).in_parts(32, 2),
+        cut(64, 4, 2, 64, 2).in_parts(32, 1),
+        cut(128, 4, 1, 64, 1).in_parts(32, 1),
     ],
 };
 
@@ -109,22 +105,23 @@ struct TileCut {
     part: Option<(usize, usize)>,
 }
 
-const fn cut(
-    head: usize,
-    [warps, row_tiles, step, blocks]: [usize; 4],
-    part: Option<(usize, usize)>,
-) -> TileCut {
+const fn cut(head: usize, warps: usize, row_tiles: usize, step: usize, blocks: usize) -> TileCut {
     TileCut {
         head,
         warps,
         row_tiles,
         step,
         blocks,
-        part,
+        part: None,
     }
 }
 
 impl TileCut {
+    const fn in_parts(mut self, columns: usize, resident: usize) -> Self {
+        self.part = Some((columns, resident));
+        self
+    }
+
     /// Queries or keys of a block.
     const fn rows(self) -> usize {
         self.warps * self.row_tiles * 16

@@ -72,7 +72,7 @@ const fn shape([batch, positions, heads, kv_heads, head_size]: [usize; 5]) -> At
 
 /// Of samples whose numbers do not all fit 32 bits, and of heads from the third on.
 fn mask(rate: f32) -> Option<DropoutMask> {
-    (rate > 0.0).then(|| DropoutMask::new(9, [4, 1], (1 << 32) - 1, rate).of_part(2))
+    (rate > 0.0).then(|| DropoutMask::new(9, 4, 1, (1 << 32) - 1, rate).of_part(2))
 }
 
 fn attention_forward(name: &str, shape: AttentionShape, rate: f32) -> Case {

@@ -177,7 +177,7 @@ fn dropout(size: Size) -> Vec<Case> {
             inp: b[0].clone(),
             residual: Some(b[1].clone()),
             out: b[2].clone(),
-            mask: DropoutMask::new(9, [4, 2], (1 << 33) - 1, 0.3).of_part(30),
+            mask: DropoutMask::new(9, 4, 2, (1 << 33) - 1, 0.3).of_part(30),
             positions,
             channels,
         })

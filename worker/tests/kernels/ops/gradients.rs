@@ -139,12 +139,12 @@ fn attention() {
 
 #[test]
 fn attention_with_dropout() {
-    attention_gradients(2, Some(DropoutMask::new(3, [1, 1], 17, 0.3)));
+    attention_gradients(2, Some(DropoutMask::new(3, 1, 1, 17, 0.3)));
 }
 
 #[test]
 fn attention_whose_heads_share_keys_and_values() {
-    attention_gradients(1, Some(DropoutMask::new(3, [1, 1], 17, 0.3)));
+    attention_gradients(1, Some(DropoutMask::new(3, 1, 1, 17, 0.3)));
 }
 
 fn attention_gradients(kv_heads: usize, dropout: Option<DropoutMask>) {
