@@ -30,6 +30,7 @@ use ddp_worker::pretrained::PretrainedError;
 use ddp_worker::session::{MemoryStore, Session, SessionError};
 use ddp_worker::train::{TrainError, check_initial_weights, pipeline_plan, run_worker};
 pub use ddp_worker::{costs, cuda};
+use nix::time::ClockId;
 
 use super::answer::fail;
 use super::error::CliError;
@@ -210,18 +211,20 @@ impl Draft {
         pipeline_plan(&self.located.config).map_err(|error| self.refused(&error))
     }
 
-    /// The `wanted` best layouts on such machines, the best first, of those that can be looked at in a `time`. `None` if the
-    /// configuration gives a layout, or too little is known of the machines.
+    /// The `wanted` best layouts on such machines, the best first, of those that can be looked at until this process has used a
+    /// `time` of its processor: on a busy machine the same ones. `None` if the configuration gives a layout, or too little is
+    /// known of the machines.
     pub fn layouts(
         &self,
         machines: &Machines,
         wanted: usize,
         time: Duration,
     ) -> Result<Option<LayoutSearch>, CliError> {
-        let end = Instant::now() + time;
-        let search = LayoutSearch::of(&self.located.config, machines, wanted, &mut || {
-            Instant::now() < end
-        });
+        let mut may_go_on = || {
+            let used = ClockId::CLOCK_PROCESS_CPUTIME_ID.now();
+            used.is_ok_and(|used| Duration::from(used) < time)
+        };
+        let search = LayoutSearch::of(&self.located.config, machines, wanted, &mut may_go_on);
         search.map_err(|error| self.refused(&error))
     }
 

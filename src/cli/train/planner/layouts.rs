@@ -8,7 +8,7 @@ use ddp_proto::words::{counted, grouped};
 use super::report::{self, Context};
 use crate::cli::native::{Axis, Candidate, FoundLayout, LayoutSearch};
 
-/// How long layouts are searched, at most.
+/// The processor time after which no more layouts are searched.
 pub(super) const SEARCH_TIME: Duration = Duration::from_secs(10);
 /// Most meshes that are named as too large, or as not searched.
 const MAX_NAMED: usize = 5;
@@ -50,7 +50,7 @@ pub(super) fn text(search: &LayoutSearch, memory: u64, context: &Context) -> Str
         };
         let _ = writeln!(
             text,
-            "After {} s the search ended. Not searched to the end, and maybe faster: {}{more}.",
+            "After {} s of processor time the search ended. Not searched to the end, and maybe faster: {}{more}.",
             SEARCH_TIME.as_secs(),
             named.join(", ")
         );
