@@ -8,6 +8,7 @@
 //! together tell each other their sums, and all add them in the order of the whole model's chunks ([`NormOrder`]): the
 //! norm has the same bits whoever owns what.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use crate::collective::{Communicator, Launch, Traffic, Work};
@@ -22,6 +23,8 @@ pub struct Clip {
     max_norm: Option<f32>,
     betas: [f32; 2],
     sharding: Arc<Sharding>,
+    /// Units of which this rank counts something.
+    counted: Vec<usize>,
     /// The ranks that have the rest.
     owners: Option<Communicator>,
     /// Sums of squares, one a chunk: one slice a rank, in the order of its shard.
@@ -68,6 +71,14 @@ impl Clip {
         };
         let places = private("order of the chunks", DType::I32, order.places().len())?.whole();
         compute.upload(&places, order.places());
+        let mut is_counted = vec![false; each];
+        let own = |place: &i32| (*place as usize).checked_sub(first).filter(|&own| own < each);
+        order
+            .places()
+            .iter()
+            .filter_map(own)
+            .for_each(|own| is_counted[own] = true);
+        let counts = |unit: &usize| is_counted[chunks(sharding, *unit)].contains(&true);
         let clip = Self {
             own_sums: sums.slice(first..first + sharding.shard_len() / CHUNK),
             sums,
@@ -79,6 +90,7 @@ impl Clip {
             compute: compute.clone(),
             max_norm: train.grad_clip,
             betas: train.optimizer.betas(),
+            counted: (0..sharding.units().len()).filter(counts).collect(),
             sharding: sharding.clone(),
         };
         clip.resume(0);
@@ -101,12 +113,10 @@ impl Clip {
     /// operation that the stream must wait for before [`Clip::finish`]. Every rank must call it.
     #[must_use]
     pub fn measure(&self, grads: &ArenaShare) -> Option<Work> {
-        for unit in 0..self.sharding.units().len() {
-            let place = self.sharding.own_ranges(unit);
-            let chunks = place.shard.start / CHUNK..place.shard.end / CHUNK;
+        for &unit in &self.counted {
             self.compute.enqueue(SquaredNorm {
-                x: grads.slice(&place),
-                partials: self.own_sums.slice(chunks),
+                x: grads.slice(&self.sharding.own_ranges(unit)),
+                partials: self.own_sums.slice(chunks(&self.sharding, unit)),
             });
         }
         let owners = self.owners.as_ref()?;
@@ -141,6 +151,12 @@ impl Clip {
     pub fn norm(&self) -> Buffer {
         self.norm.whole()
     }
+}
+
+/// What this rank owns of a unit, in chunks of its shard.
+fn chunks(sharding: &Sharding, unit: usize) -> Range<usize> {
+    let shard = sharding.own_ranges(unit).shard;
+    shard.start / CHUNK..shard.end / CHUNK
 }
 
 #[cfg(test)]
