@@ -11,7 +11,7 @@ use ddp_proto::control::Phase;
 use ddp_proto::words::{counted, duration, quoted, rate};
 
 use super::TrainError;
-use super::checkpointing::{failed_saves, snapshot};
+use super::checkpointing::failed_saves;
 use super::reporting::{Recorder, say, warn};
 use super::setup::{Assignment, Prepared, open, prepare};
 use super::startup_table::startup_table;
@@ -33,7 +33,7 @@ pub fn run_worker(config: &TrainConfig, session: &Session) -> Ended {
 
 /// As [`run_worker`], in one generation after the other: `next` learns how one has ended on this rank, and gives the
 /// place in the next. By then all that the rank had of the generation is gone: threads, connections, shared memory and
-/// the memory of the device. Returns how the last one has ended.
+/// the memory of the device; but for a save whose file system does not answer. Returns how the last one has ended.
 pub fn run_generations(
     config: &TrainConfig,
     first: Assignment,
@@ -76,10 +76,14 @@ fn run_generation(config: &TrainConfig, mut assignment: Assignment) -> Ended {
         let (message, hint) = error.message_and_hint();
         session.fail(&message, hint.as_deref(), error.is_consequence());
     }
-    if let Some(World { mesh, cancel, .. }) = world {
+    if let Some(World {
+        comm, mesh, cancel, ..
+    }) = world
+    {
         if ended.is_err() {
             // What the threads still wait for ends at once.
             cancel.cancel("this rank has left the generation");
+            comm.abandon();
         }
         mesh.end_threads();
     }
@@ -90,10 +94,19 @@ fn train(config: &TrainConfig, assignment: &mut Assignment, joined: &mut Option<
     let (started, keeps_state) = (Instant::now(), assignment.keeps_state);
     let (config, opened) = open(config, assignment)?;
     let mut prepared = prepare(&config, opened, joined)?;
+    let ended = run(&mut prepared, started, keeps_state);
+    if let Err(error) = &ended {
+        // Before memory is freed that a collective in flight may use.
+        prepared.trainer.abandon(error);
+    }
+    ended
+}
+
+fn run(prepared: &mut Prepared<'_>, started: Instant, keeps_state: bool) -> Ended {
     let parts = prepared.trainer.parts();
-    let (rank, first_step) = (parts.world.rank(), parts.first_step);
+    let (config, rank, first_step) = (parts.config, parts.world.rank(), parts.first_step);
     let run_dir = (rank == 0).then_some(prepared.run_dir.as_ref());
-    let mut recorder = Recorder::open(run_dir, first_step, &config, &parts.world)?;
+    let mut recorder = Recorder::open(run_dir, first_step, config, &parts.world)?;
     let mut last = None;
     if rank == 0 {
         let path = prepared.run_dir.summary();
@@ -102,29 +115,24 @@ fn train(config: &TrainConfig, assignment: &mut Assignment, joined: &mut Option<
         if first_step < config.train.steps {
             Summary::delete(&path)?;
         }
-        say(&startup_table(&prepared));
+        say(&startup_table(prepared));
     }
     let mut outcome = RunSummary {
         out_dir: prepared.run_dir.path().to_owned(),
         ..RunSummary::default()
     };
     let ended = (prepared.trainer).run(&mut prepared.reducer, &mut recorder, &mut outcome);
-    if let Err(error) = &ended {
-        prepared.trainer.abandon(error);
-    }
     if rank == 0 && matches!(ended, Err(TrainError::NotSaved { .. })) {
         // Where the disk takes so little; the error that counts is on its way.
-        let _ = summary(&prepared, &recorder, &outcome, started, false).write(&prepared.run_dir.summary());
+        let _ = summary(prepared, &recorder, &outcome, started, false).write(&prepared.run_dir.summary());
     }
     ended?;
     if rank == 0 {
-        finish(&prepared, &recorder, &outcome, started, last)?;
+        finish(prepared, &recorder, &outcome, started, last)?;
         recorder.check()?;
     }
     if keeps_state && outcome.stopped.is_some() {
-        outcome.state = Some(prepared.trainer.save(outcome.steps, |saved, here, at| {
-            Ok(snapshot(here, saved.state(at))?)
-        })?);
+        outcome.state = Some(prepared.trainer.snapshot(outcome.steps)?);
     }
     prepared.trainer.parts().world.comm.shutdown();
     Ok(outcome)

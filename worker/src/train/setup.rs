@@ -1,5 +1,6 @@
 //! From a configuration and a session to a trainer that is ready for its first step.
 
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -7,8 +8,8 @@ use ddp_proto::control::Sizes;
 
 use super::TrainError;
 use super::checkpointing::{
-    BatchBefore, Checkpoints, Origin, RunSnapshot, SavedRun, allowed_sizes, check_initial_weights, document,
-    identity, load, open_checkpoint, rescale,
+    BatchBefore, Checkpoints, Origin, RunSnapshot, SavedRun, allowed_sizes, check_initial_weights, compare,
+    document, identity, load, open_checkpoint, rescale,
 };
 use super::device_choice::Choice;
 use super::rank_spec::RankSpec;
@@ -119,7 +120,10 @@ pub(super) fn open<'a>(
     };
     // Freed as soon as it is loaded.
     let origin = match (assignment.memory.take(), latest) {
-        (Some(memory), _) => Origin::Saved(memory),
+        (Some(memory), _) => {
+            compare(Path::new("memory"), &run.identity, memory.state())?;
+            Origin::Saved(memory)
+        }
         (None, Some(step)) => Origin::Saved(Arc::new(open_checkpoint(run.dir.path(), step, &run.identity)?)),
         (None, None) => Origin::fresh(config, &spec.model, session)?,
     };
@@ -263,6 +267,7 @@ fn begin(parts: &mut TrainerParts<'_>, origin: &Origin, dataset: &Dataset) -> Re
     let (home, stream) = (parts.optimizer.home(), parts.world.compute.stream);
     home.synchronize(stream)?;
     let parameters = &parts.replica.parameters;
+    // All ranks have read or computed the same; this only makes sure of it, where one communicator has all holders.
     if parameters.sharding().world() == 1 && parameters.replica_set().groups.len() == 1 {
         let masters = parts.optimizer.masters(parameters.own()).arena().whole();
         if home.host_state().is_some() {
@@ -369,8 +374,8 @@ fn agree(
         spec.plan.signature(),
     );
     signature.field("kind of device", choice.kind());
-    let in_memory = assignment.memory.as_ref().map_or(0, |memory| memory.state().step);
-    signature.field("step of the state in memory (0: none)", in_memory);
+    let in_memory = assignment.memory.as_ref().map(|memory| memory.state().step);
+    signature.field("step of the state in memory", format!("{in_memory:?}"));
     if let Choice::Gpu(ordinal) = choice {
         // Replicas whose kernels another compiler has made, or another GPU runs, drift apart.
         signature.field("GPU", GpuFacts::of(*ordinal)?.name);

@@ -17,5 +17,5 @@ mod save_thread;
 pub(super) use checkpoints::{Checkpoints, Position, SavedRun, document, failed_saves, identity};
 pub(super) use owned_state::{RankState, load, snapshot};
 pub(super) use rescale::{BatchBefore, allowed_sizes, rescale};
-pub(super) use resume::{Origin, open_checkpoint};
+pub(super) use resume::{Origin, compare, open_checkpoint};
 pub use resume::{RankSnapshot, RunSnapshot, check_initial_weights};

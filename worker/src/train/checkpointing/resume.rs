@@ -143,7 +143,8 @@ pub(crate) fn open_checkpoint(out_dir: &Path, step: u64, identity: &State) -> Re
     Ok(reader)
 }
 
-fn compare(checkpoint: &Path, now: &State, then: &State) -> Result<(), TrainError> {
+/// Refuses a saved state that is not of this run. `checkpoint` says where it is.
+pub(crate) fn compare(checkpoint: &Path, now: &State, then: &State) -> Result<(), TrainError> {
     let contradiction = |key: &str, found: &str, begun: &str| {
         TrainError::Refused(format!(
             "cannot resume from `{}`: `{key}` is {found}, but the run was started with {begun}\n  hint: restore the value, or start a new run with a different `run.out_dir`",

@@ -28,7 +28,7 @@ use crate::parallel::{ArenaShare, DeviceTimes, Dtypes, Reducer, Step};
 use crate::session::Session;
 use crate::timeline::Kind;
 use crate::train::TrainError;
-use crate::train::checkpointing::{Checkpoints, Position, RankSnapshot, RankState};
+use crate::train::checkpointing::{Checkpoints, Position, RankSnapshot, RankState, snapshot};
 use crate::train::rank_spec::RankSpec;
 use crate::train::rank_table::{RankTable, StepTable};
 use crate::train::replica::{MicroBatch, Replica};
@@ -490,19 +490,28 @@ impl<'a> Trainer<'a> {
         self.between_steps(TrainerParts::validate)
     }
 
-    /// Saves the state after `done` steps somewhere: nothing is in flight.
-    pub(crate) fn save<T>(
+    fn save(
         &mut self,
         done: u64,
-        how: impl FnOnce(&mut Checkpoints, RankState<'_>, Position) -> Result<T, TrainError>,
-    ) -> Result<T, TrainError> {
+        how: impl FnOnce(&mut Checkpoints, RankState<'_>, Position) -> Result<(), TrainError>,
+    ) -> Result<(), TrainError> {
         self.beat(done, Phase::Saving);
-        let at = Position {
+        let at = self.position(done);
+        self.between_steps(|parts| parts.with_checkpoints(|checkpoints, here| how(checkpoints, here, at)))
+    }
+
+    /// A copy of what this rank owns of the state after `done` steps, when the run has ended.
+    pub(crate) fn snapshot(&mut self, done: u64) -> Result<RankSnapshot, TrainError> {
+        let at = self.position(done);
+        Ok((self.parts).with_checkpoints(|saved, here| snapshot(here, saved.state(at)))?)
+    }
+
+    fn position(&self, done: u64) -> Position {
+        Position {
             step: done,
             samples: self.parts.loader.consumed_before(done),
             skipped: self.skips.total(),
-        };
-        self.between_steps(|parts| parts.with_checkpoints(|checkpoints, here| how(checkpoints, here, at)))
+        }
     }
 
     /// Abandons checkpoints and collectives in flight, because training has failed on some rank. After an error that every
