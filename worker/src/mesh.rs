@@ -359,8 +359,9 @@ impl Mesh {
 
     fn split(&self, subgroup: Subgroup, executor: Executor) -> Result<Communicator, CollectiveError> {
         let mut groups = self.groups();
-        let is_asked_for = |group: &&Group| group.subgroup == subgroup && group.executor == executor;
-        if let Some(group) = groups.iter().find(is_asked_for) {
+        if let Some(group) = groups.iter().find(|group| group.subgroup.name == subgroup.name) {
+            let (made, asked) = ((&group.subgroup, group.executor), (&subgroup, executor));
+            assert_eq!(made, asked, "a group has one use, and a name for it");
             return Ok(group.comm.clone());
         }
         let comm = self.world.split(&subgroup, executor)?;

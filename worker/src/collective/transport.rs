@@ -18,10 +18,10 @@ pub enum CommPattern {
     Messages,
 }
 
-/// A part of a group: its name, its ranks, and how they talk.
+/// A part of a group of ranks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Subgroup {
-    /// In errors and timelines. Two groups of one rank have two names.
+    /// What it is for, in errors and timelines. Two subgroups of one rank have two names.
     pub name: String,
     /// Ranks of the group that is split, in ascending order.
     pub members: Vec<usize>,

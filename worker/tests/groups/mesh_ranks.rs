@@ -1,6 +1,7 @@
 //! Meshes of pipeline × data × tensor ranks: what a tied parameter costs and forbids, and which copies of a parameter
 //! are compared.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use crate::collective_world::{Rank, World, launch};
@@ -338,7 +339,7 @@ fn copies_beyond_the_data_parallel_ranks_are_compared() {
 
 /// As under `ddp`, where the ranks of one copy of the model are those of a tensor group.
 #[test]
-fn a_group_without_a_thread_is_not_that_of_the_same_ranks_with_one() {
+fn groups_of_the_same_ranks_for_two_uses_are_two() {
     let case = Case {
         tensor: 2,
         ..Case::of(Strategy::Ddp, [2, 1])
@@ -346,7 +347,13 @@ fn a_group_without_a_thread_is_not_that_of_the_same_ranks_with_one() {
     World::of(&[4]).run(Executor::Thread, |rank| {
         let mesh = Mesh::new(case.mesh(), rank.comm.clone(), Executor::Thread);
         let with_thread = mesh.group(&[Axis::Tensor]).unwrap();
-        let inline = mesh.group_inline(&[Axis::Tensor], "tensor").unwrap();
+        let inline = |name| mesh.group_inline(&[Axis::Tensor], name);
+        let confused = catch_unwind(AssertUnwindSafe(|| inline("tensor").is_ok()));
+        assert!(
+            confused.is_err(),
+            "of two uses, one would get the thread of the other"
+        );
+        let inline = inline("activations").unwrap();
         let buffer = rank.arena(false, &[1.0_f32]).whole();
         for _ in 0..8 {
             assert!(inline.barrier(&buffer, launch()).is_done());
