@@ -248,7 +248,7 @@ impl StoreExchange<'_> {
         self.gather()
     }
 
-    /// What rank 0 makes of the values of all ranks, once all have come. N ranks make 2N + 1 requests, and one more a second
+    /// What rank 0 makes of the values of all ranks, once all have come. N ranks make 2N + 1 requests, and two more a second
     /// each while they wait.
     pub(crate) fn decide(
         &self,
@@ -262,7 +262,7 @@ impl StoreExchange<'_> {
             return Ok(decision);
         }
         let missing = || match self.absent() {
-            absent if absent.is_empty() => vec![0],
+            Some(none) if none.is_empty() => Some(vec![0]),
             absent => absent,
         };
         self.read(DECISION, missing)
@@ -270,7 +270,7 @@ impl StoreExchange<'_> {
 
     /// What rank 0 [publishes](Self::publish).
     pub(crate) fn of_rank_zero(&self, name: &str) -> Result<Vec<u8>, Failure> {
-        self.read(name, || vec![0])
+        self.read(name, || Some(vec![0]))
     }
 
     pub(crate) fn publish(&self, name: &str, value: &[u8]) -> Result<(), Failure> {
@@ -283,54 +283,47 @@ impl StoreExchange<'_> {
         }
     }
 
-    fn read(&self, name: &str, missing: impl Fn() -> Vec<usize>) -> Result<Vec<u8>, Failure> {
+    fn read(&self, name: &str, missing: impl Fn() -> Option<Vec<usize>>) -> Result<Vec<u8>, Failure> {
         let key = self.key(name);
-        self.ask(|| vec![0], missing, |until| self.store.get(&key, until))
+        self.ask(missing, |until| self.store.get(&key, until))
     }
 
     fn gather(&self) -> Result<Vec<Vec<u8>>, Failure> {
         let prefix = self.key(RANK);
-        let reported = || {
-            if self.ranks > MOST_REPORTED_RANKS {
-                Vec::new()
-            } else {
-                self.absent()
-            }
-        };
         let gather = |until| self.store.gather(&prefix, self.ranks, until);
-        let mut found = self.ask(reported, || self.absent(), gather)?;
+        let mut found = self.ask(|| self.absent(), gather)?;
         let value = |rank| found.remove(&self.key(&of_rank(rank))).unwrap_or_default();
         Ok((0..self.ranks).map(value).collect())
     }
 
-    /// Asks until there is an answer. Meanwhile the agent learns that this rank waits for the ranks `reported`; if the time
-    /// is over, the error names those `missing`.
+    /// Asks until there is an answer. The agent learns which ranks are `missing`, if that can be found out; so does the
+    /// reader of the error when the time is over.
     fn ask<T>(
         &self,
-        reported: impl Fn() -> Vec<usize>,
-        missing: impl Fn() -> Vec<usize>,
+        missing: impl Fn() -> Option<Vec<usize>>,
         ask: impl Fn(Instant) -> Result<Option<T>, StoreError>,
     ) -> Result<T, Failure> {
+        let missing = || missing().unwrap_or_default();
         loop {
-            self.wait.report(&reported);
+            if self.ranks <= MOST_REPORTED_RANKS {
+                self.wait.report(missing);
+            }
             let until = (self.wait.deadline).min(Instant::now() + self.store.patience());
             match ask(until) {
                 Ok(Some(answer)) => return Ok(answer),
-                Ok(None) => self.wait.check_end(&missing)?,
+                Ok(None) => self.wait.check_end(missing)?,
                 Err(error) => self.tolerate(error)?,
             }
         }
     }
 
-    /// Ranks without a key.
-    fn absent(&self) -> Vec<usize> {
+    /// Ranks without a key. `None`: the store cannot be asked.
+    fn absent(&self) -> Option<Vec<usize>> {
         // What is there is not waited for, but it may take a while to arrive.
         let patience = Instant::now() + SNAPSHOT_PATIENCE;
-        let Ok(Some(there)) = self.store.gather(&self.key(RANK), 0, patience) else {
-            return Vec::new();
-        };
+        let there = self.store.gather(&self.key(RANK), 0, patience).ok()??;
         let is_absent = |rank: &usize| !there.contains_key(&self.key(&of_rank(*rank)));
-        (0..self.ranks).filter(is_absent).collect()
+        Some((0..self.ranks).filter(is_absent).collect())
     }
 
     /// Fails with an error of the store. While there is time, a store that is out of reach is asked again; at the end
@@ -546,11 +539,28 @@ mod tests {
                 );
             }
         }
-        cancel.cancel("rank 3 died");
-        let over = decide(&MemoryStore::default(), 0..3, 4, &Wait::new(PATIENCE, &cancel));
-        assert!(
-            over.iter()
-                .all(|found| *found == Err(Failure::GenerationOver("rank 3 died".into())))
-        );
+    }
+
+    #[test]
+    fn every_waiting_rank_reports_those_that_are_late_until_the_generation_ends() {
+        let (store, cancel) = (MemoryStore::default(), Cancel::new());
+        let decide = |rank| {
+            let wait = Wait::of_set_up("connect", "test", PATIENCE, &cancel);
+            exchange(&store, &wait, [rank, 4]).decide(b"here", |_| Ok(Vec::new()))
+        };
+        std::thread::scope(|scope| {
+            let ranks = [0, 1, 3].map(|rank| scope.spawn(move || decide(rank)));
+            let deadline = Instant::now() + PATIENCE;
+            let names_it = |wanted: &&Wanted| wanted.ranks == [2];
+            while cancel.waits().iter().filter(names_it).count() < 3 {
+                assert!(Instant::now() < deadline, "{:?}", cancel.waits());
+                std::thread::park_timeout(Duration::from_millis(1));
+            }
+            cancel.cancel("rank 2 died");
+            let over = Err(Failure::GenerationOver("rank 2 died".into()));
+            for rank in ranks {
+                assert_eq!(rank.join().unwrap(), over);
+            }
+        });
     }
 }

@@ -29,7 +29,7 @@ impl NcclTransport {
     /// The transport of the whole world over GPUs. Every rank of the generation must call it, each with a GPU of its own.
     /// `store` must be scoped to the job and the generation: the ranks meet there before NCCL begins, which names no rank
     /// that does not come. It is also used when an operation times out, to find out which rank is late. The time-out of
-    /// `world` also bounds this call.
+    /// `world` bounds the meeting, and then the rest of this call.
     pub fn connect(
         nccl: &Nccl,
         device: &Arc<dyn Device>,
@@ -37,10 +37,10 @@ impl NcclTransport {
         world: Membership,
     ) -> Result<Self, Failure> {
         let (name, rank, size) = (world.name.clone(), world.rank, world.size());
-        let wait = Wait::of_set_up("connect", &name, world.timeout, &world.cancel);
         let stream = CommStream::new(device, &name)
             .ok_or_else(|| Failure::Invalid(format!("NCCL needs a GPU, the device is {}", device.name())))?;
-        let id = exchange_id(nccl, &world, store.as_ref(), &wait)?;
+        let id = exchange_id(nccl, &world, store.as_ref())?;
+        let wait = Wait::new(world.timeout, &world.cancel);
         let watchdog = Watchdog::start(store)?;
         let comm = Comm::make(world, stream, || Handle::init(nccl, id, size, rank));
         let transport = comm.and_then(|comm| Self::ready(comm, watchdog.clone(), &wait));
@@ -139,15 +139,10 @@ struct PublishedId {
 }
 
 /// The id of a new communicator: made by rank 0 when all ranks have come, and told over the store.
-fn exchange_id(
-    nccl: &Nccl,
-    world: &Membership,
-    store: &dyn KeyValue,
-    wait: &Wait,
-) -> Result<UniqueId, Failure> {
+fn exchange_id(nccl: &Nccl, world: &Membership, store: &dyn KeyValue) -> Result<UniqueId, Failure> {
     let exchange = StoreExchange {
         store,
-        wait,
+        wait: &Wait::of_set_up("connect", &world.name, world.timeout, &world.cancel),
         what: "exchanging the id of NCCL",
         prefix: format!("nccl/{}", world.name),
         rank: world.rank,

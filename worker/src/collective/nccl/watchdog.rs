@@ -299,27 +299,19 @@ impl TimeoutReports {
     /// rank waits, or the store is out of reach.
     fn late_ranks(&self, membership: &Membership, operation: &Oldest, deadline: Instant) -> Vec<usize> {
         let (awaited, name) = (membership.awaited(operation.peer), operation.common_name());
-        let key = |rank: &usize| key(membership, *rank);
-        loop {
-            let is_over = Instant::now() >= deadline;
-            let Ok(Some(found)) = self.0.gather(&prefix(membership), 0, deadline) else {
-                return awaited;
-            };
-            // A look at all, then a wait for one of those without a report: not a request for each.
-            let absent = awaited.iter().find(|rank| !found.contains_key(&key(rank)));
-            if let Some(absent) = absent.filter(|_| !is_over) {
-                // A store that fails here fails the next look too.
-                let _ = self.0.get(&key(absent), deadline);
-                continue;
-            }
-            let waits = |rank: &usize| {
-                found
-                    .get(&key(rank))
-                    .is_some_and(|theirs| theirs == name.as_bytes())
-            };
-            let late: Vec<usize> = awaited.iter().copied().filter(|rank| !waits(rank)).collect();
-            return if late.is_empty() { awaited } else { late };
-        }
+        let gather = |count, until| self.0.gather(&prefix(membership), count, until);
+        let found = match gather(membership.size(), deadline) {
+            // Those that are there are not waited for, but take a while to arrive.
+            Ok(None) => gather(0, Instant::now() + REPORT_TIMEOUT),
+            found => found,
+        };
+        let Ok(Some(found)) = found else {
+            return awaited;
+        };
+        let theirs = |rank| found.get(&key(membership, rank));
+        let waits = |rank: &usize| theirs(*rank).is_some_and(|theirs| theirs == name.as_bytes());
+        let late: Vec<usize> = awaited.iter().copied().filter(|rank| !waits(rank)).collect();
+        if late.is_empty() { awaited } else { late }
     }
 }
 
@@ -438,7 +430,7 @@ mod tests {
     #[test]
     fn ranks_that_wait_too_are_not_named() {
         let store: Arc<dyn KeyValue> = Arc::new(MemoryStore::default());
-        let deadline = Instant::now() + REPORT_TIMEOUT;
+        let deadline = Instant::now() + Duration::from_millis(50);
         store.put("nccl/world of 4/waits/5", b"17", deadline).unwrap();
         // Rank 6 waits in an operation before.
         store.put("nccl/world of 4/waits/6", b"16", deadline).unwrap();
@@ -482,7 +474,7 @@ mod tests {
         let store: Arc<dyn KeyValue> = Arc::new(MemoryStore::default());
         let reports = TimeoutReports(store);
         let deadline = Instant::now() + REPORT_TIMEOUT;
-        for rank in 0..2 {
+        for rank in 0..3 {
             reports.publish([(&member(rank), "17".into())], deadline);
         }
         assert_eq!(reports.late_ranks(&member(2), &late(), deadline), [4, 5]);
