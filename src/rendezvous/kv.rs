@@ -269,22 +269,22 @@ impl KvStore {
         &mut self,
         context: &mut ApplyContext<'_>,
         call: CallId,
-        prefix: String,
+        prefix: &str,
         count: usize,
         timeout: Duration,
     ) {
-        let have = self.count(&prefix);
+        let have = self.count(prefix);
         let result = if prefix.len() > context.config.kv.key_bytes {
             Err(KvError::TooMuch(format!(
                 "no key begins with the {} bytes of this prefix",
                 prefix.len()
             )))
         } else if have >= count {
-            self.encoded(context, &prefix)
+            self.encoded(context, prefix)
         } else if timeout.is_zero() {
-            Err(too_few(&prefix, have, count, timeout))
+            Err(too_few(prefix, have, count, timeout))
         } else {
-            match self.wait_for_prefix(context, call, &prefix, count, timeout) {
+            match self.wait_for_prefix(context, call, prefix, count, timeout) {
                 Ok(()) => return,
                 Err(error) => Err(error),
             }
@@ -567,7 +567,7 @@ mod tests {
             for call in 0..READS / 2 {
                 let timeout = SECOND + step * call as u32;
                 store.get(context, CallId(2 * call), "key".into(), timeout);
-                store.gather(context, CallId(2 * call + 1), "of/".into(), 10_000, timeout);
+                store.gather(context, CallId(2 * call + 1), "of/", 10_000, timeout);
             }
         };
         read(&mut store, &mut context);
@@ -605,7 +605,7 @@ mod tests {
         store.put(&mut context, "a".into(), vec![1]).unwrap();
         store.put(&mut context, "b".into(), vec![2]).unwrap();
         for (call, prefix) in [(1, "a"), (2, "a"), (3, "b")] {
-            store.gather(&mut context, CallId(call), prefix.into(), 0, SECOND);
+            store.gather(&mut context, CallId(call), prefix, 0, SECOND);
         }
         let told = answers(&context.effects);
         assert!(told[..2].iter().all(|(_, answer)| keys(answer) == ["a"]));
@@ -614,7 +614,7 @@ mod tests {
         // Its callers have taken it, and so has the store.
         context.effects.clear();
         store.put(&mut context, "a2".into(), vec![1]).unwrap();
-        store.gather(&mut context, CallId(4), "b".into(), 0, SECOND);
+        store.gather(&mut context, CallId(4), "b", 0, SECOND);
         assert_eq!(keys(&answers(&context.effects)[0].1), ["b"]);
     }
 
@@ -629,11 +629,11 @@ mod tests {
         let (mut store, mut context) = (KvStore::default(), context(&config));
         store.put(&mut context, "rank/1".into(), vec![1]).unwrap();
         store.put(&mut context, "rank".into(), vec![9]).unwrap();
-        let ranks = || "rank/".to_owned();
-        store.gather(&mut context, CallId(1), ranks(), 2, SECOND);
-        store.gather(&mut context, CallId(2), ranks(), 3, SECOND);
-        store.gather(&mut context, CallId(3), ranks(), 2, SECOND);
-        store.gather(&mut context, CallId(4), ranks(), 0, Duration::ZERO);
+
+        store.gather(&mut context, CallId(1), "rank/", 2, SECOND);
+        store.gather(&mut context, CallId(2), "rank/", 3, SECOND);
+        store.gather(&mut context, CallId(3), "rank/", 2, SECOND);
+        store.gather(&mut context, CallId(4), "rank/", 0, Duration::ZERO);
         assert_eq!(
             keys(&answers(&context.effects)[0].1),
             ["rank/1"],
@@ -660,7 +660,7 @@ mod tests {
         context.effects.clear();
         store.put(&mut context, "rank/2".into(), vec![]).unwrap();
         assert!(context.effects.is_empty(), "it has been answered");
-        store.gather(&mut context, CallId(5), ranks(), 3, Duration::ZERO);
+        store.gather(&mut context, CallId(5), "rank/", 3, Duration::ZERO);
         assert_eq!(
             keys(&answers(&context.effects)[0].1),
             ["rank/0", "rank/1", "rank/2"]
@@ -673,7 +673,7 @@ mod tests {
         let (mut store, mut context) = (KvStore::default(), context(&config));
         let ask = |store: &mut KvStore, context: &mut ApplyContext<'_>, prefix: usize, count| {
             context.effects.clear();
-            store.gather(context, CallId(prefix as u64), prefix.to_string(), count, SECOND);
+            store.gather(context, CallId(prefix as u64), &prefix.to_string(), count, SECOND);
             answers(&context.effects)
                 .first()
                 .map(|(_, answer)| answer.is_ok())
@@ -693,7 +693,7 @@ mod tests {
         assert!(store.by_prefix.is_empty());
         let long = "x".repeat(config.kv.key_bytes + 1);
         context.effects.clear();
-        store.gather(&mut context, CallId(1), long, 0, SECOND);
+        store.gather(&mut context, CallId(1), &long, 0, SECOND);
         assert!(answers(&context.effects)[0].1.is_err());
     }
 

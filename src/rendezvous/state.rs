@@ -180,7 +180,7 @@ pub fn apply(at: At, state: &mut State, event: Event) -> Vec<Effect> {
             }
         }
         Event::Close { job, reason } => daemon.close(&mut context, &job, &reason),
-        Event::KvGather { call, request } => daemon.kv_gather(&mut context, call, request),
+        Event::KvGather { call, request } => daemon.kv_gather(&mut context, call, &request),
         Event::Tick => daemon.tick(&mut context),
     }
     for effect in &context.effects {
@@ -490,10 +490,9 @@ impl Daemon {
         self.read(context, call, &job_id, &caller, get);
     }
 
-    fn kv_gather(&mut self, context: &mut ApplyContext<'_>, call: CallId, request: KvGatherRequest) {
-        let (job_id, caller) = (request.job_id.clone(), request.incarnation.clone());
+    fn kv_gather(&mut self, context: &mut ApplyContext<'_>, call: CallId, request: &KvGatherRequest) {
         let gather = |job: &mut Job, context: &mut ApplyContext<'_>| job.gather(context, call, request);
-        self.read(context, call, &job_id, &caller, gather);
+        self.read(context, call, &request.job_id, &request.incarnation, gather);
     }
 
     fn read(

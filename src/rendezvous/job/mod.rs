@@ -456,11 +456,11 @@ impl Job {
         &mut self,
         context: &mut ApplyContext<'_>,
         call: CallId,
-        read: KvGatherRequest,
+        read: &KvGatherRequest,
     ) -> Result<(), KvError> {
         self.check_store(&read.incarnation, read.generation, &read.assignment_id)?;
         let timeout = Duration::from_millis(read.timeout_ms.into());
-        (self.kv).gather(context, call, read.prefix, read.count as usize, timeout);
+        (self.kv).gather(context, call, &read.prefix, read.count as usize, timeout);
         self.wake_for_store();
         Ok(())
     }
