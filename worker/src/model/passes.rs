@@ -45,7 +45,7 @@ impl Hooks for NoHooks {}
 pub struct ChunkState {
     chunk: Range<usize>,
     saved: Vec<Saved>,
-    deferred: Vec<WeightGradient>,
+    deferred: Option<Vec<WeightGradient>>,
 }
 
 impl ChunkState {
@@ -54,8 +54,14 @@ impl ChunkState {
         Self {
             saved: chunk.clone().map(|_| Saved::default()).collect(),
             chunk,
-            deferred: Vec::new(),
+            deferred: None,
         }
+    }
+
+    /// The gradients of weights wait for [`Passes::weight_gradients`], and the state keeps what they read: the halves of
+    /// backward of Qi et al. (2023), Zero bubble pipeline parallelism.
+    pub fn defer_weight_gradients(&mut self) {
+        self.deferred = Some(Vec::new());
     }
 
     /// One for each block of the chunk: empty before forward and after backward.
@@ -125,43 +131,6 @@ impl Passes<'_> {
         hooks: &mut dyn Hooks,
         grads: &mut dyn GradSink,
     ) -> Result<Option<Activation>, DeviceError> {
-        self.backward_over(state, dout, hooks, grads, false)
-    }
-
-    /// The first half of [`Passes::backward`]: the gradient of the chunk's input, and of its norms' parameters. Those of
-    /// its weights are deferred to [`Passes::weight_gradients`]; until then the state keeps what they read (Qi et al. 2023,
-    /// Zero bubble pipeline parallelism).
-    pub fn input_gradient(
-        &self,
-        state: &mut ChunkState,
-        dout: Option<Activation>,
-        hooks: &mut dyn Hooks,
-        grads: &mut dyn GradSink,
-    ) -> Result<Option<Activation>, DeviceError> {
-        self.backward_over(state, dout, hooks, grads, true)
-    }
-
-    /// The second half: adds to the gradients of the chunk's weights, in the order in which the first half came to them.
-    pub fn weight_gradients(
-        &self,
-        state: &mut ChunkState,
-        grads: &mut dyn GradSink,
-    ) -> Result<(), DeviceError> {
-        for later in state.deferred.drain(..) {
-            grads.enter(later.block);
-            self.ctx.contribute_now(grads, later)?;
-        }
-        Ok(())
-    }
-
-    fn backward_over(
-        &self,
-        state: &mut ChunkState,
-        dout: Option<Activation>,
-        hooks: &mut dyn Hooks,
-        grads: &mut dyn GradSink,
-        is_apart: bool,
-    ) -> Result<Option<Activation>, DeviceError> {
         let ChunkState {
             chunk,
             saved,
@@ -175,10 +144,10 @@ impl Passes<'_> {
                 DeviceError::Upstream(format!("the block after `{name}` gave no gradient of its input"))
             })?;
             grads.enter(index);
-            let first = deferred.len();
+            let first = deferred.as_ref().map_or(0, Vec::len);
             let mut sink = DeferringSink {
                 grads,
-                deferred: is_apart.then_some(&mut *deferred),
+                deferred: deferred.as_mut(),
             };
             let name = || format!("backward {}", block.name()).into();
             let backward = || {
@@ -186,12 +155,25 @@ impl Passes<'_> {
                 block.backward(self.ctx, saved, &dout, &mut sink)
             };
             gradient = self.ctx.spanned(Kind::Backward, name, backward)?;
-            for later in &mut deferred[first..] {
+            for later in deferred.iter_mut().flatten().skip(first) {
                 later.block = index;
             }
             hooks.after(index, Pass::Backward, gradient.as_ref())?;
         }
         Ok(gradient)
+    }
+
+    /// Adds what was deferred to the gradients of the chunk's weights, in the order in which backward came to them.
+    pub fn weight_gradients(
+        &self,
+        state: &mut ChunkState,
+        grads: &mut dyn GradSink,
+    ) -> Result<(), DeviceError> {
+        for later in state.deferred.take().into_iter().flatten() {
+            grads.enter(later.block);
+            self.ctx.contribute_now(grads, later)?;
+        }
+        Ok(())
     }
 }
 

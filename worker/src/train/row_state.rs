@@ -183,13 +183,13 @@ impl RowState {
         };
         let mut state = self.take_in_flight(action);
         let is_half = action.kind == ActionKind::InputGradient && self.purpose == RowPurpose::Training;
-        let dinput = if is_half {
-            let dinput = passes.input_gradient(&mut state, dout, hooks, grads)?;
+        if is_half {
+            state.defer_weight_gradients();
+        }
+        let dinput = passes.backward(&mut state, dout, hooks, grads)?;
+        if is_half {
             self.in_flight.insert(key(action), state);
-            dinput
-        } else {
-            passes.backward(&mut state, dout, hooks, grads)?
-        };
+        }
         if let (Some(dinput), true) = (dinput, action.stage > 0) {
             self.hand_on(input_gradient, dinput);
         }

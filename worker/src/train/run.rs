@@ -76,16 +76,13 @@ fn run_generation(config: &TrainConfig, mut assignment: Assignment) -> Ended {
         let (message, hint) = error.message_and_hint();
         session.fail(&message, hint.as_deref(), error.is_consequence());
     }
-    if let Some(World {
-        comm, mesh, cancel, ..
-    }) = world
-    {
+    if let Some(world) = world {
         if ended.is_err() {
             // What the threads still wait for ends at once.
-            cancel.cancel("this rank has left the generation");
-            comm.abandon();
+            world.cancel.cancel("this rank has left the generation");
+            world.comm.abandon();
         }
-        mesh.end_threads();
+        world.mesh.end_threads();
     }
     ended
 }

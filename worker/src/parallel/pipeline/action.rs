@@ -81,11 +81,6 @@ impl ActionKind {
         matches!(self, Self::Backward | Self::WeightGradient)
     }
 
-    /// Whether it sends.
-    pub const fn is_send(self) -> bool {
-        matches!(self, Self::SendActivation | Self::SendGradient)
-    }
-
     /// Whether it receives.
     pub const fn is_receive(self) -> bool {
         matches!(self, Self::ReceiveActivation | Self::ReceiveGradient)
