@@ -261,11 +261,8 @@ impl StoreExchange<'_> {
             self.publish(DECISION, &decision)?;
             return Ok(decision);
         }
-        let missing = || match self.absent() {
-            Some(none) if none.is_empty() => Some(vec![0]),
-            absent => absent,
-        };
-        self.read(DECISION, missing)
+        let or_zero = |absent: Vec<_>| if absent.is_empty() { vec![0] } else { absent };
+        self.read(DECISION, || self.absent().map(or_zero))
     }
 
     /// What rank 0 [publishes](Self::publish).

@@ -176,11 +176,8 @@ impl RowState {
         grads: &mut dyn GradSink,
     ) -> Result<(), DeviceError> {
         let input_gradient = action.with(ActionKind::InputGradient);
-        let dout = if action.stage == self.last_stage() {
-            None
-        } else {
-            Some(self.take_input(input_gradient)?)
-        };
+        let is_last = action.stage == self.last_stage();
+        let dout = (!is_last).then(|| self.take_input(input_gradient)).transpose()?;
         let mut state = self.take_in_flight(action);
         let is_half = action.kind == ActionKind::InputGradient && self.purpose == RowPurpose::Training;
         if is_half {

@@ -91,12 +91,8 @@ fn train(config: &TrainConfig, assignment: &mut Assignment, joined: &mut Option<
     let (started, keeps_state) = (Instant::now(), assignment.keeps_state);
     let (config, opened) = open(config, assignment)?;
     let mut prepared = prepare(&config, opened, joined)?;
-    let ended = run(&mut prepared, started, keeps_state);
-    if let Err(error) = &ended {
-        // Before memory is freed that a collective in flight may use.
-        prepared.trainer.abandon(error);
-    }
-    ended
+    // Before memory is freed that a collective in flight may use.
+    run(&mut prepared, started, keeps_state).inspect_err(|error| prepared.trainer.abandon(error))
 }
 
 fn run(prepared: &mut Prepared<'_>, started: Instant, keeps_state: bool) -> Ended {
