@@ -25,8 +25,8 @@ pub trait StateSource: Send + Sync {
     /// How far the run was.
     fn state(&self) -> &State;
 
-    /// Checks that it has exactly the tensors of which these are parts; the error names the first difference, in the order
-    /// given. What this process itself has kept has them.
+    /// Checks that it has exactly the tensors of which these are parts. The error names the first difference, in the order
+    /// given. By default there is no check: a state in memory comes from ranks that had the same model.
     fn expect(&self, _expected: &[Extent]) -> Result<(), CheckpointError> {
         Ok(())
     }

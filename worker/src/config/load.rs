@@ -27,8 +27,8 @@ pub struct Located {
     pub source: Source,
 }
 
-/// Reads the YAML at `path`, applies the overrides (`train.steps=20`) in order, and checks all that neither another file nor
-/// another rank is needed for. Then [`Located::complete`] is due.
+/// Reads the YAML at `path`, applies the overrides (`train.steps=20`) in order, and checks everything that needs neither
+/// another file nor another rank. The caller then calls [`Located::complete`].
 pub fn load_without_data(path: &Path, overrides: &[String]) -> Result<Located, ConfigError> {
     let source = Source::parse(path, &read(path)?, overrides)?;
     let values: Result<TrainConfig, _> = section("", keys::read(&source)?);

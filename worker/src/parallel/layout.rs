@@ -9,10 +9,10 @@
 //! The order is cut into *pieces*: neighbours of one group and of the same roles, no more than a bucket may hold. Where a
 //! piece begins and ends depends on its group and on the bucket size, never on what comes before. A piece begins a new
 //! [`CHUNK`], a bucket consists of whole pieces of one [`super::StateGroup`], and is padded to a multiple of world size ×
-//! [`CHUNK`] elements. So equal slices of a bucket, of a group or of the part of a bucket that is of one group are whole
-//! chunks of the global norm; and a stage of a pipeline has the same chunks as the whole model
-//! ([`GradientLayout::chunks_in`]). The norm does not depend on who holds what. Padding is zero and stays zero: nobody
-//! writes it, and sums, moments and updates of zeros are zeros.
+//! [`CHUNK`] elements. So equal slices of a bucket, of a group or of the part of a bucket that belongs to one group are
+//! whole chunks of the global norm; and a stage of a pipeline has the same chunks as the whole model
+//! ([`GradientLayout::chunks_in`]). The norm does not depend on which rank holds what. Padding is zero and stays zero:
+//! nothing writes it, and sums, moments and updates of zeros are zeros.
 
 use std::collections::HashMap;
 use std::fmt::Write as _;

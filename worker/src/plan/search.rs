@@ -170,7 +170,7 @@ fn divisors(number: usize) -> impl Iterator<Item = usize> {
     (1..=number).filter(move |divisor| number.is_multiple_of(*divisor))
 }
 
-/// Those of so many tensor ranks.
+/// The layouts with the `parallel.tensor` of `config`.
 fn piped_drafts(config: &TrainConfig, machines: &Machines) -> Result<Vec<LayoutDraft>, TrainError> {
     let Some(layer) = possible(LayerNeeds::of(config))? else {
         return Ok(Vec::new());
@@ -295,7 +295,7 @@ impl Search<'_> {
         strategies
     }
 
-    /// A layout of this mesh does not fit, and needs so many bytes.
+    /// Notes that a layout of this mesh does not fit, because it needs `bytes`.
     fn needs(&mut self, mesh: MeshShape, bytes: u64) {
         let least = self.too_large.entry(mesh).or_insert(bytes);
         *least = bytes.min(*least);

@@ -72,7 +72,7 @@ fn search(config: &TrainConfig, machines: &Machines, wanted: usize) -> LayoutSea
     bounded_search(config, machines, wanted, usize::MAX).0
 }
 
-/// Looks at so many layouts, at most. Returns how many it looked at, too.
+/// Looks at `most` layouts at most. Returns how many it looked at, too.
 fn bounded_search(
     config: &TrainConfig,
     machines: &Machines,
@@ -111,7 +111,7 @@ fn of_the_layouts_on_256_gpus_few_are_looked_at() {
     assert_eq!((found.best.len(), found.not_searched.len()), (5, 0));
 }
 
-/// Of every layout, with all that is planned of it.
+/// Every layout is estimated in full and compared.
 #[test]
 fn nothing_that_fits_is_faster_than_what_is_found() {
     let config = with(SMALL, &[]);
