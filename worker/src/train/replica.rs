@@ -248,9 +248,8 @@ impl Replica {
     }
 
     /// The times that the device measures of what was launched since the last call.
-    pub(crate) fn take_device_times(&self) -> [DeviceTimes; 3] {
-        let mut times = self.trackers().map(CommTracker::take_device_times);
-        [(); 3].map(|()| times.next().unwrap_or_default())
+    pub(crate) fn take_device_times(&self) -> Vec<DeviceTimes> {
+        self.trackers().map(CommTracker::take_device_times).collect()
     }
 }
 

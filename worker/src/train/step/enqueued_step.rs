@@ -40,8 +40,8 @@ pub(crate) struct EnqueuedStep {
     pub(crate) lr: f32,
     /// What the host saw so far.
     pub(crate) times: StepTimes,
-    /// What the device measures of reduction, of parameters and of messages of the pipeline.
-    pub(crate) device_times: [DeviceTimes; 4],
+    /// What the device measures of reduction, and of each of the replica's groups.
+    pub(crate) device_times: Vec<DeviceTimes>,
     pub(crate) started: Instant,
     /// Bytes that this rank sent.
     pub(crate) sent: WireBytes,

@@ -555,8 +555,7 @@ impl<'a> Trainer<'a> {
         // belongs to the step that waits for it.
         let now = parts.sent();
         let sent = now - std::mem::replace(&mut self.accounted, now);
-        let [of_parameters, of_messages, of_tensor] = parts.replica.take_device_times();
-        let device_times = [device_times, of_parameters, of_messages, of_tensor];
+        let device_times = [vec![device_times], parts.replica.take_device_times()].concat();
         let train = &parts.config.train;
         let lr = learning_rate(step, train.steps, &train.optimizer, &train.schedule);
         let lr = (f64::from(lr) * batch_factor(train, parts.global_batch().samples())) as f32;
