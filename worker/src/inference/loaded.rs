@@ -7,7 +7,7 @@ use crate::config::{self, Precision, Problem};
 use crate::cuda::{CudaOptions, KernelCache, count_devices};
 use crate::data::DataError;
 use crate::device::{ArenaSpec, Buffer, Compute, CpuDevice, CudaDevice, DType, Device, DeviceError};
-use crate::model::{self, ActivationPool, Context, Keep, Model, ParamId, Params};
+use crate::model::{self, ActivationPool, Context, Model, ParamId, Params};
 use crate::ops::Cast;
 use crate::tokenize::TokenizeError;
 
@@ -69,7 +69,6 @@ pub struct LoadedModel {
     /// By parameter.
     params: Vec<Buffer>,
     pool: ActivationPool,
-    no_targets: Buffer,
 }
 
 impl LoadedModel {
@@ -106,9 +105,7 @@ impl LoadedModel {
             params.push(param);
         }
         compute.synchronize()?;
-        let no_targets = ArenaSpec::private("targets", DType::I32, 0);
         Ok(Self {
-            no_targets: device.alloc(&no_targets)?.whole(),
             pool: ActivationPool::new(device.clone()),
             compute,
             config,
@@ -145,21 +142,9 @@ impl LoadedModel {
         self.pool.allocated_bytes()
     }
 
-    /// For forward passes over tokens `[samples, positions]`, with targets where losses are wanted.
-    pub(super) fn context<'a>(&'a self, shape: [usize; 2], targets: Option<&'a Buffer>) -> Context<'a> {
-        Context {
-            compute: &self.compute,
-            pool: &self.pool,
-            params: self,
-            targets: targets.unwrap_or(&self.no_targets),
-            dloss: None,
-            shape,
-            dtype: self.model.dtype(),
-            keep: Keep::Nothing,
-            samples: None,
-            tensor: None,
-            timeline: None,
-        }
+    /// For forward passes over tokens `[samples, positions]`.
+    pub(super) fn context(&self, shape: [usize; 2]) -> Context<'_> {
+        Context::new(&self.compute, &self.pool, self, shape, self.model.dtype())
     }
 }
 

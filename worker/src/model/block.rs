@@ -141,8 +141,8 @@ pub struct Context<'a> {
     pub pool: &'a ActivationPool,
     /// Where parameters are.
     pub params: &'a dyn Params,
-    /// Targets of the loss, `[B, T]`, i32; negative: ignored.
-    pub targets: &'a Buffer,
+    /// Targets of the loss, `[B, T]`, i32; negative: ignored. None: no loss is made.
+    pub targets: Option<&'a Buffer>,
     /// Factor of each position's gradient, `[B·T]`, in the type of statistics: 1/(B·T) everywhere for the gradient of the mean
     /// loss. The same in both passes. None: no backward follows.
     pub dloss: Option<&'a Buffer>,
@@ -170,7 +170,30 @@ pub struct SampleKey {
     pub first: u64,
 }
 
-impl Context<'_> {
+impl<'a> Context<'a> {
+    /// For a forward of a micro-batch of `shape` on a rank that has all of the model; nothing is kept, and no loss made.
+    pub fn new(
+        compute: &'a Compute,
+        pool: &'a ActivationPool,
+        params: &'a dyn Params,
+        shape: [usize; 2],
+        dtype: DType,
+    ) -> Self {
+        Self {
+            compute,
+            pool,
+            params,
+            targets: None,
+            dloss: None,
+            shape,
+            dtype,
+            keep: Keep::Nothing,
+            samples: None,
+            tensor: None,
+            timeline: None,
+        }
+    }
+
     /// Puts an operation on the compute stream.
     pub fn enqueue(&self, op: impl Into<Op>) {
         let op = op.into();

@@ -237,7 +237,9 @@ impl Head {
     fn losses(&self, ctx: &Context<'_>, logits: &Activation) -> Result<Activation, DeviceError> {
         let rows = ctx.rows();
         let losses = ctx.lease_stat("losses", &[rows])?;
-        let (logits, losses_out, targets) = (logits.buffer(), losses.buffer().clone(), ctx.targets.clone());
+        let (logits, losses_out) = (logits.buffer(), losses.buffer().clone());
+        let no_targets = || DeviceError::Upstream("a loss wants targets".into());
+        let targets = ctx.targets.ok_or_else(no_targets)?.clone();
         let dlosses = ctx.dloss.cloned();
         let (Some(group), Some(part)) = (ctx.tensor, ctx.vocabulary(self.projection.dense.outputs)) else {
             ctx.enqueue(CrossEntropy {

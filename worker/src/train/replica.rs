@@ -182,19 +182,15 @@ impl Replica {
         };
         let (tokens, targets) = batch.map_or((None, None), bring);
         let (world, parameters, model) = (&self.world, &self.parameters, &self.model);
-        let no_targets = self.dloss.slice(0..0);
+        let shape = self.feed.shape;
         let ctx = Context {
-            compute: &world.compute,
-            pool: &self.pool,
-            params: parameters,
-            targets: targets.as_ref().unwrap_or(&no_targets),
+            targets: targets.as_ref(),
             dloss: Some(&self.dloss),
-            shape: self.feed.shape,
-            tensor: self.tensor.as_ref().map(|group| group as &dyn TensorOps),
-            dtype: model.dtype(),
             keep: Keep::ForBackward(model.recompute),
             samples: Some(samples),
+            tensor: self.tensor.as_ref().map(|group| group as &dyn TensorOps),
             timeline: Some(world.comm.timeline()),
+            ..Context::new(&world.compute, &self.pool, parameters, shape, model.dtype())
         };
         let passes = Passes { model, ctx: &ctx };
         let mut hooks = ReplicaHooks {

@@ -113,17 +113,11 @@ impl Job {
         let params = Blank { arena, ranges };
         let compute = Compute::new(device.clone());
         let ctx = Context {
-            compute: &compute,
-            pool: &pool,
-            params: &params,
-            targets: &targets,
+            targets: Some(&targets),
             dloss: Some(&dloss),
-            shape: [self.batch, self.positions],
-            dtype: types.act,
             keep: Keep::ForBackward(Recompute::Norms),
             samples: Some(SampleKey::default()),
-            tensor: None,
-            timeline: None,
+            ..Context::new(&compute, &pool, &params, [self.batch, self.positions], types.act)
         };
         let mut grads = LocalGrads::new(device.as_ref(), model, types.grad).unwrap();
         grads.start_step();

@@ -46,17 +46,11 @@ fn step(device: &Arc<dyn Device>, dropout: f32) -> [Vec<f32>; 2] {
     let dloss = buffer("dloss", DType::F32, bytemuck::cast_slice(&factors));
     let pool = ActivationPool::new(device.clone());
     let ctx = Context {
-        compute: &compute,
-        pool: &pool,
-        params: &params,
-        targets: &targets,
+        targets: Some(&targets),
         dloss: Some(&dloss),
-        shape: [BATCH, POSITIONS],
-        dtype: DType::F32,
         keep: Keep::ForBackward(Recompute::Norms),
         samples: Some(SampleKey { seed: 3, first: 7 }),
-        tensor: None,
-        timeline: None,
+        ..Context::new(&compute, &pool, &params, [BATCH, POSITIONS], DType::F32)
     };
     let passes = Passes {
         model: &model,

@@ -199,21 +199,16 @@ impl Rank {
     }
 
     pub(crate) fn context(&self, micro_batch: usize) -> Context<'_> {
+        let shape = self.batches[micro_batch].tokens.shape().try_into().unwrap();
         Context {
-            compute: &self.rig.compute,
-            pool: &self.pool,
-            params: &self.params,
-            targets: &self.batches[micro_batch].targets,
+            targets: Some(&self.batches[micro_batch].targets),
             dloss: Some(&self.batches[micro_batch].dloss),
-            shape: self.batches[micro_batch].tokens.shape().try_into().unwrap(),
-            dtype: self.dtype,
             keep: Keep::ForBackward(Recompute::Norms),
             samples: Some(SampleKey {
                 seed: 1,
                 first: 100 * micro_batch as u64,
             }),
-            tensor: None,
-            timeline: None,
+            ..Context::new(&self.rig.compute, &self.pool, &self.params, shape, self.dtype)
         }
     }
 
