@@ -1,9 +1,10 @@
 //! The ranks that hold a model together, over a communicator: what [`TensorOps`] are for blocks.
 
 use super::comm_times::CommTracker;
-use crate::collective::{Communicator, Launch, ReduceOp, Traffic, WireBytes};
+use crate::collective::{CollectiveError, Communicator, Launch, ReduceOp, Traffic, WireBytes};
 use crate::device::{Compute, DeviceError};
-use crate::model::{Activation, Exchange, ExchangeKind, TensorOps, own_rows};
+use crate::mesh::{Axis, Mesh};
+use crate::model::{Activation, Context, Exchange, ExchangeKind, TensorOps, own_rows};
 
 /// A tensor group. Sums are in rank order, the same bits on every rank.
 ///
@@ -29,11 +30,6 @@ impl TensorGroup {
         }
     }
 
-    /// The ranks.
-    pub fn communicator(&self) -> &Communicator {
-        &self.comm
-    }
-
     /// Bytes that this rank has moved in this group.
     pub fn wire_bytes(&self) -> WireBytes {
         self.comm.wire_bytes()
@@ -42,6 +38,39 @@ impl TensorGroup {
     /// Times and failure of the exchanges. The failure is behind the errors that blocks return.
     pub fn tracker(&self) -> &CommTracker {
         &self.tracker
+    }
+}
+
+/// All groups of ranks that compute blocks together with this one; none where this rank does it alone.
+pub struct BlockGroups {
+    tensor: Option<TensorGroup>,
+}
+
+impl BlockGroups {
+    /// Every rank must call it. `is_sequence` is as in [`TensorGroup::new`].
+    pub fn connect(mesh: &Mesh, compute: &Compute, is_sequence: bool) -> Result<Self, CollectiveError> {
+        let along = [Axis::Tensor];
+        let connect = || mesh.group_inline(&along, "activations along tensor");
+        let comm = (mesh.size(&along) > 1).then(connect).transpose()?;
+        Ok(Self {
+            tensor: comm.map(|comm| TensorGroup::new(comm, compute, is_sequence)),
+        })
+    }
+
+    /// The ranks that sum and gather activations without copies, if these lie in memory that they share.
+    pub fn communicator(&self) -> Option<&Communicator> {
+        self.tensor.as_ref().map(|group| &group.comm)
+    }
+
+    /// Of each group.
+    pub fn trackers(&self) -> impl Iterator<Item = &CommTracker> {
+        self.tensor.iter().map(TensorGroup::tracker)
+    }
+
+    /// For blocks that these ranks compute together.
+    pub fn with_groups<'a>(&'a self, ctx: Context<'a>) -> Context<'a> {
+        let tensor = self.tensor.as_ref().map(|group| group as &dyn TensorOps);
+        Context { tensor, ..ctx }
     }
 }
 

@@ -14,15 +14,15 @@ use super::idle_world::idle_world;
 use super::replica::{Replica, ReplicaParts};
 use super::run_row::{rehearse_evaluation, rehearse_step};
 use super::strategy::{ShardingStrategy, held, mesh, part_of, pipeline_plan};
-use super::world::{Groups, World, stage_messages, tensor_group};
+use super::world::{Groups, World, stage_messages};
 use crate::config::{Accumulate, LastBatch, TrainConfig};
 use crate::mesh::{Axis, MeshShape};
 use crate::model::{ActivationPool, Model, ModelPart};
 use crate::optim::{Optimizer, StateMemory};
 use crate::parallel::pipeline::PipelinePlan;
 use crate::parallel::{
-    Dtypes, GradientLayout, NormOrder, Parameters, Reducer, ReducerConfig, ReplicaSet, ReshardPolicy,
-    is_counted, one_copy,
+    BlockGroups, Dtypes, GradientLayout, NormOrder, Parameters, Reducer, ReducerConfig, ReplicaSet,
+    ReshardPolicy, is_counted, one_copy,
 };
 
 /// What a rank holds and does.
@@ -117,7 +117,7 @@ impl RankSpec {
         }
         Ok(Groups {
             set,
-            tensor: tensor_group(world, self.model.part.sequence)?,
+            blocks: BlockGroups::connect(&world.mesh, &world.compute, self.model.part.sequence)?,
             messages: stage_messages(world, &self.config, &self.model, &self.plan)?,
         })
     }

@@ -5,17 +5,16 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::row_state::{RowPurpose, RowState};
-use crate::collective::WorkError;
+use crate::collective::{Communicator, WorkError};
 use crate::device::{ArenaSpec, Buffer, Compute, DType, DeviceError, Event};
 use crate::mesh::Axis;
 use crate::model::{
     self, Activation, ActivationPool, Context, GradSink, Hooks, Keep, Model, Pass, Passes, SampleKey,
-    TensorOps,
 };
 use crate::ops::Fill;
 use crate::optim::{Optimizer, evict};
 use crate::parallel::pipeline::{Action, ActionKind, PipelinePlan};
-use crate::parallel::{CommTimes, CommTracker, DeviceTimes, Parameters, TensorGroup};
+use crate::parallel::{BlockGroups, CommTimes, CommTracker, DeviceTimes, Parameters};
 use crate::pretrained::PretrainedWeights;
 use crate::train::TrainError;
 use crate::train::world::{Groups, World};
@@ -27,8 +26,7 @@ pub(crate) struct Replica {
     pub(crate) parameters: Parameters,
     pub(crate) pool: ActivationPool,
     pub(crate) world: World,
-    /// The ranks that compute each layer together with this one.
-    tensor: Option<TensorGroup>,
+    blocks: BlockGroups,
     pub(crate) plan: Arc<PipelinePlan>,
 
     row: RowState,
@@ -67,7 +65,7 @@ pub(crate) struct ReplicaParts {
 
 impl Replica {
     pub(crate) fn new(world: &World, groups: Groups, parts: ReplicaParts) -> Result<Self, TrainError> {
-        let Groups { tensor, messages, .. } = groups;
+        let Groups { blocks, messages, .. } = groups;
         let (model, plan, shape) = (parts.model, parts.plan, parts.shape);
         let positions = shape[0] * shape[1];
         let spec = ArenaSpec::private("loss factors", DType::F32, positions);
@@ -77,8 +75,8 @@ impl Replica {
             feed: TokenFeed::new(world, shape, counts)?,
             row: RowState::new(plan.clone(), messages),
             plan,
-            pool: activation_pool(world, tensor.as_ref(), parts.activations)?,
-            tensor,
+            pool: activation_pool(world, blocks.communicator(), parts.activations)?,
+            blocks,
             world: world.clone(),
             dloss: dloss.whole(),
             factor: None,
@@ -188,11 +186,11 @@ impl Replica {
             dloss: Some(&self.dloss),
             keep: Keep::ForBackward(model.recompute),
             samples: Some(samples),
-            tensor: self.tensor.as_ref().map(|group| group as &dyn TensorOps),
             timeline: Some(world.comm.timeline()),
             ..Context::new(&world.compute, &self.pool, parameters, shape, model.dtype())
         };
-        let passes = Passes { model, ctx: &ctx };
+        let ctx = &self.blocks.with_groups(ctx);
+        let passes = Passes { model, ctx };
         let mut hooks = ReplicaHooks {
             parameters,
             world,
@@ -231,9 +229,7 @@ impl Replica {
 
     fn trackers(&self) -> impl Iterator<Item = &CommTracker> {
         let of_all = [self.parameters.tracker(), self.row.messages.tracker()];
-        of_all
-            .into_iter()
-            .chain(self.tensor.as_ref().map(TensorGroup::tracker))
+        of_all.into_iter().chain(self.blocks.trackers())
     }
 
     /// Time that parameters and messages of the pipeline took since the last call, as far as the host saw it.
@@ -249,18 +245,18 @@ impl Replica {
     }
 }
 
-/// Memory for activations: such that the ranks of a tensor group need no copies to sum and gather them.
+/// Memory for activations, which ranks that sum and gather them share.
 fn activation_pool(
     world: &World,
-    tensor: Option<&TensorGroup>,
+    sharing: Option<&Communicator>,
     bytes: usize,
 ) -> Result<ActivationPool, TrainError> {
     let device = world.compute.device.clone();
-    let Some(tensor) = tensor else {
+    let Some(sharing) = sharing else {
         return Ok(ActivationPool::planned(device, bytes)?);
     };
     let spec = ArenaSpec::on_node("activations", DType::U8, bytes);
-    let arena = tensor.communicator().alloc_shared(&device, &spec)?;
+    let arena = sharing.alloc_shared(&device, &spec)?;
     Ok(ActivationPool::over(device, Some(arena)))
 }
 

@@ -9,11 +9,11 @@ use super::TrainError;
 use crate::collective::{Communicator, Executor, Transport};
 use crate::config::TrainConfig;
 use crate::device::{Compute, Device};
-use crate::mesh::{Axis, Mesh, MeshShape};
+use crate::mesh::{Mesh, MeshShape};
 use crate::model::Model;
 use crate::parallel::pipeline::PipelinePlan;
 use crate::parallel::{
-    JoinOptions, MessageShape, ReplicaSet, StageMessages, TensorGroup, join_world_on, join_world_through,
+    BlockGroups, JoinOptions, MessageShape, ReplicaSet, StageMessages, join_world_on, join_world_through,
 };
 use crate::session::{Cancel, Session};
 use crate::timeline::{Kind, Mark};
@@ -126,8 +126,7 @@ pub(super) fn threads(config: &TrainConfig) -> usize {
 /// The groups of ranks that a rank talks to. All connect before memory is allocated: NCCL takes some of it.
 pub(crate) struct Groups {
     pub(super) set: ReplicaSet,
-    /// The ranks that compute each layer together with this one.
-    pub(super) tensor: Option<TensorGroup>,
+    pub(super) blocks: BlockGroups,
     /// To the stages before and behind.
     pub(super) messages: StageMessages,
 }
@@ -152,15 +151,4 @@ pub(super) fn stage_messages(
     };
     let (mesh, compute) = (&world.mesh, &world.compute);
     Ok(StageMessages::connect(mesh, compute, plan.placement(), shape)?)
-}
-
-/// This rank in its tensor group, or `None` if it is alone there. Every rank must call it.
-pub(super) fn tensor_group(world: &World, is_sequence: bool) -> Result<Option<TensorGroup>, TrainError> {
-    if world.mesh.size(&[Axis::Tensor]) == 1 {
-        return Ok(None);
-    }
-    let comm = world
-        .mesh
-        .group_inline(&[Axis::Tensor], "activations along tensor")?;
-    Ok(Some(TensorGroup::new(comm, &world.compute, is_sequence)))
 }
