@@ -203,18 +203,12 @@ impl Run {
 
     fn step(&mut self, model: &Model) -> Result<Duration, DeviceError> {
         let started = Instant::now();
+        let shape = self.tokens.shape().try_into().expect("samples and positions");
         let ctx = Context {
-            compute: &self.compute,
-            pool: &self.pool,
-            params: &self.params,
-            targets: &self.targets,
+            targets: Some(&self.targets),
             dloss: Some(&self.dloss),
-            shape: self.tokens.shape().try_into().expect("samples and positions"),
-            dtype: DType::F32,
             keep: Keep::ForBackward(Recompute::Norms),
-            samples: None,
-            tensor: None,
-            timeline: None,
+            ..Context::new(&self.compute, &self.pool, &self.params, shape, DType::F32)
         };
         self.grads.start_step();
         let passes = Passes { model, ctx: &ctx };
