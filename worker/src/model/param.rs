@@ -10,7 +10,7 @@ use std::ops::Range;
 
 use super::{Cut, Region, Run};
 use crate::device::DType;
-use crate::mesh::Axis;
+use crate::mesh::{Axis, GRADIENTS};
 use crate::ops::cpu::kernel::ln;
 use crate::ops::philox;
 
@@ -34,13 +34,13 @@ pub enum AxisRole {
 }
 
 impl AxisRole {
-    /// Of a parameter that is not cut itself: gradients are partial where ranks read different samples, and the ranks of a
-    /// pipeline hold other parameters.
+    /// Of a parameter that is not cut itself: gradients are partial along [`GRADIENTS`], and the ranks of a pipeline hold other
+    /// parameters.
     pub fn replicated() -> [Self; Axis::ALL.len()] {
         Axis::ALL.map(|axis| match axis {
             Axis::Pipeline => Self::Cut,
-            Axis::Replicate | Axis::Shard => Self::PartialGradients,
-            Axis::Tensor => Self::EqualGradients,
+            summed if GRADIENTS.contains(&summed) => Self::PartialGradients,
+            _ => Self::EqualGradients,
         })
     }
 }
