@@ -235,12 +235,6 @@ impl Parameters {
         }
     }
 
-    /// True if every pass over the blocks is a collective one: all ranks must make as many.
-    pub fn moves_together(&self) -> bool {
-        // Not of this rank's units: other stages have others, and all make as many passes.
-        matches!(self.own, ArenaShare::Shard(_))
-    }
-
     /// Times and failure of the gathers.
     pub fn tracker(&self) -> &CommTracker {
         &self.tracker

@@ -33,12 +33,8 @@ pub(super) fn mean_loss(
     let share = |rank: usize| eval_blocks(blocks, rank as u64, ranks as u64);
     let mine = share(mesh.index(&SAMPLES));
     let passes = |share: Range<u64>| (share.end - share.start).div_ceil(rows as u64);
-    let needed = if replica.parameters.moves_together() {
-        // A rank without blocks still takes part in gathering the parameters.
-        (0..ranks).map(share).map(passes).max().unwrap_or(0)
-    } else {
-        passes(mine.clone())
-    };
+    // A rank without blocks still takes part in what a pass exchanges. All make as many: they wait for each other in the end.
+    let needed = (0..ranks).map(share).map(passes).max().unwrap_or(0);
     let mut row = EvaluationRow {
         tokens,
         block_size,
