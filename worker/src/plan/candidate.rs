@@ -93,14 +93,15 @@ impl LayerNeeds {
     /// Of what a model of one layer needs, and one of two.
     pub(super) fn of(config: &TrainConfig) -> Result<Self, TrainError> {
         let mut config = under(config, Strategy::Ddp);
-        let (layers, tensor) = (config.model.n_layer as u64, config.parallel.tensor as u32);
+        let layers = config.model.n_layer as u64;
         config.parallel.pipeline = Pipeline::default();
+        let ranks = MeshShape::ranks_multiple_of(&config.parallel).unwrap_or(1) as u32;
         config.train.grad_accumulation = 1;
         // They may name a layer that is left out.
         config.train.optimizer.groups.clear();
         let env = WorkerEnv {
-            world_size: WorldSize(tensor),
-            local_world_size: tensor,
+            world_size: WorldSize(ranks),
+            local_world_size: ranks,
             ..WorkerEnv::single()
         };
         let mut with = |layers| {
