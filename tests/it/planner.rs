@@ -58,8 +58,8 @@ fn the_best_layouts_of_machines_are_listed_with_how_to_choose_them() {
      on the device         46.4 GiB            66.5 GiB            63.1 GiB
        state               19.3 GiB            36.9 GiB            24.5 GiB
      sent along tensor          0 B           669.0 GiB             1.4 TiB
-     sent along pipeline        0 B             8.0 GiB             8.0 GiB
      sent along shard     379.4 GiB            12.1 GiB             4.0 GiB
+     sent along pipeline        0 B             8.0 GiB             8.0 GiB
      pipeline bubble          0.0 %               7.9 %               4.0 %
      step time               23.0 s              27.7 s              27.9 s
      tokens/s                45,673              37,903              37,540

@@ -123,6 +123,17 @@ impl MeshShape {
         self.size(&Axis::ALL)
     }
 
+    /// Ranks that hold one copy of the model together, if its state is not sharded.
+    pub fn copy_ranks(&self) -> usize {
+        self.ranks() / self.size(&GRADIENTS)
+    }
+
+    /// Number of ranks that read different samples, in words: where these are not all, several ranks of the job count as one.
+    pub fn data_ranks(&self) -> String {
+        let (data, all) = (self.size(&SAMPLES), self.ranks());
+        counted(data, if data == all { "rank" } else { "data-parallel rank" })
+    }
+
     /// The difference between the numbers of two ranks that are neighbours along an axis.
     pub fn stride(&self, axis: Axis) -> usize {
         self.size(&Axis::ALL[axis as usize + 1..])

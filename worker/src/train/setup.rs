@@ -20,6 +20,7 @@ use super::warm_up::warm_up;
 use super::world::{World, WrapTransport, is_restarted, threads, timeout};
 use crate::checkpoint::{Batch, Disk, StateSource as _, Storage};
 use crate::config::{OptimizerOffload, TrainConfig};
+use crate::costs::GlobalBatch;
 use crate::cuda::GpuFacts;
 use crate::data::{BatchShape, Dataset, Loader, ORDER_VERSION, Sampler};
 use crate::device::{ArenaSpec, Buffer, Device, DeviceError};
@@ -128,22 +129,20 @@ pub(super) fn open<'a>(
         (None, None) => Origin::fresh(config, &spec.model, session)?,
     };
     let mut config = config.clone();
-    let (ranks, given) = (
-        spec.strategy.mesh.size(&SAMPLES) as u64,
-        config.train.grad_accumulation,
-    );
+    let given = config.train.grad_accumulation;
     run.identity.skipped = origin.saved().map_or(0, |saved| saved.skipped);
     let rescaled = match origin.saved().and_then(BatchBefore::of) {
         None => None,
-        Some(before) => rescale(&mut config, ranks, &before)?,
+        Some(before) => rescale(&mut config, &spec.strategy.mesh, &before)?,
     };
     if config.train.grad_accumulation != given {
         spec = RankSpec::of(&config, env)?;
         whole = spec.whole_layout()?;
     }
+    let batch = GlobalBatch::of(&config, &spec.strategy.mesh);
     run.identity.batch = Some(Batch {
-        samples: ranks * (config.train.micro_batch * config.train.grad_accumulation) as u64,
-        ranks,
+        samples: batch.samples(),
+        ranks: batch.ranks,
     });
     let sizes = allowed_sizes(&config, &spec.strategy.mesh);
     if env.rank.get() == 0 && sizes != Sizes::default() {

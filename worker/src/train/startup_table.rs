@@ -47,16 +47,11 @@ fn rows(prepared: &Prepared<'_>) -> Rows {
     let trainer = prepared.trainer.parts();
     let (config, train) = (trainer.config, &trainer.config.train);
     let global_batch = trainer.global_batch();
-    let kind_of_rank = if trainer.world.size() as u64 == global_batch.ranks {
-        "rank"
-    } else {
-        "data-parallel rank"
-    };
     let batch = format!(
         "{} samples = {} tokens ({} × {} × {} of {} tokens)",
         grouped(global_batch.samples()),
         grouped(global_batch.tokens()),
-        counted(global_batch.ranks, kind_of_rank),
+        trainer.spec.strategy.mesh.data_ranks(),
         counted(train.grad_accumulation, "micro-batch"),
         counted(train.micro_batch, "sample"),
         config.model.block_size,
@@ -298,9 +293,9 @@ fn strategy(trainer: &TrainerParts<'_>) -> String {
     let (parallel, strategy) = (&trainer.config.parallel, &trainer.spec.strategy);
     let what = match strategy.strategy {
         Strategy::Ddp if parallel.strategy != Strategy::Ddp => {
-            return nothing_to_shard(strategy.mesh.size(&[Axis::Pipeline, Axis::Tensor]));
+            return nothing_to_shard(strategy.mesh.copy_ranks());
         }
-        Strategy::Ddp => match strategy.mesh.size(&[Axis::Pipeline, Axis::Tensor]) {
+        Strategy::Ddp => match strategy.mesh.copy_ranks() {
             1 => return "ddp: full replica on each rank".to_owned(),
             ranks => return format!("ddp: full replica on each group of {ranks} ranks"),
         },

@@ -92,8 +92,7 @@ fn table(best: &[FoundLayout], context: &Context) -> String {
         std::iter::once(title.to_owned()).chain(cells).collect()
     };
     let seconds = |c: &Candidate| c.seconds.unwrap_or(f64::INFINITY);
-    let along = |title, axis| row(title, &|c| bytes(c.sent.along(&[axis])));
-    let rows = vec![
+    let mut rows = vec![
         row("", &|c| c.mesh.to_string()),
         row("strategy", &strategy),
         row("schedule", &|c| {
@@ -106,15 +105,17 @@ fn table(best: &[FoundLayout], context: &Context) -> String {
         row("on the device", &|c| bytes(c.held)),
         row("  state", &|c| bytes(c.state())),
         row(best[0].candidate.offloaded_to, &|c| bytes(c.offloaded())),
-        along("sent along tensor", Axis::Tensor),
-        along("sent along pipeline", Axis::Pipeline),
-        along("sent along shard", Axis::Shard),
-        along("sent along replicate", Axis::Replicate),
+    ];
+    for axis in Axis::ALL.into_iter().rev() {
+        let title = format!("sent along {}", axis.name());
+        rows.push(row(&title, &|c| bytes(c.sent.along(&[axis]))));
+    }
+    rows.extend([
         row("pipeline bubble", &|c| report::share(c.times.bubble)),
         row(&format!("step time{least}"), &|c| report::duration(seconds(c))),
         row(&format!("tokens/s{most}"), &|c| {
             grouped((c.batch.tokens() as f64 / seconds(c)) as u64)
         }),
-    ];
+    ]);
     report::columns(report::without_nothing(rows))
 }

@@ -6,7 +6,7 @@ use ddp_proto::words::{counted, grouped};
 
 use super::device::Planned;
 use crate::cli::answer;
-use crate::cli::native::costs::{Cluster, GlobalBatch};
+use crate::cli::native::costs::Cluster;
 use crate::cli::native::{Advice, Axis, Candidate, Comparison, Machines, Strategy};
 
 /// Columns of a table, at most.
@@ -94,7 +94,7 @@ fn facts(comparison: &Comparison, machines: &Machines, context: &Context) -> Str
         "{} samples = {} tokens ({} × {} × {} of {} tokens)",
         grouped(batch.samples()),
         grouped(batch.tokens()),
-        data_ranks(batch, &cluster),
+        first.mesh.data_ranks(),
         counted(batch.accumulation, "micro-batch"),
         counted(batch.micro_batch, "sample"),
         grouped(batch.block_size),
@@ -125,16 +125,6 @@ fn facts(comparison: &Comparison, machines: &Machines, context: &Context) -> Str
         let _ = writeln!(text, "{name:<14}  {value}");
     }
     text
-}
-
-/// Ranks that read different samples.
-fn data_ranks(batch: &GlobalBatch, cluster: &Cluster) -> String {
-    let noun = if batch.ranks == cluster.ranks() {
-        "rank"
-    } else {
-        "data-parallel rank"
-    };
-    counted(batch.ranks, noun)
 }
 
 /// The mesh, if its ranks are not only data-parallel.

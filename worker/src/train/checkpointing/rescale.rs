@@ -13,7 +13,7 @@ use ddp_proto::control::Sizes;
 use ddp_proto::words::counted;
 
 use crate::checkpoint::{Batch, State};
-use crate::config::{LrScaling, Parallel, Rescale, ShardGroup, Train, TrainConfig};
+use crate::config::{LrScaling, Rescale, ShardGroup, Train, TrainConfig};
 use crate::mesh::{MeshShape, SAMPLES};
 use crate::parallel::pipeline::PipelinePlan;
 use crate::train::TrainError;
@@ -43,32 +43,23 @@ impl BatchBefore {
     }
 }
 
-/// Sets the gradient accumulation with which a run resumes on `ranks` data-parallel ranks. A pure
-/// function: every rank decides the same. If the number of ranks has changed, returns the
-/// difference in words.
+/// Sets the gradient accumulation with which a run resumes on a mesh. A pure function: every rank decides the same. If
+/// the number of data-parallel ranks has changed, returns the difference in words.
 ///
 /// Fails if no accumulation keeps the global batch that must be kept.
 pub(crate) fn rescale(
     config: &mut TrainConfig,
-    ranks: u64,
+    mesh: &MeshShape,
     before: &BatchBefore,
 ) -> Result<Option<String>, TrainError> {
-    let (train, noun) = (&mut config.train, noun(&config.parallel));
+    let (train, ranks) = (&mut config.train, mesh.size(&SAMPLES) as u64);
     if train.rescale == Rescale::KeepGlobalBatch && !before.is_overruled(train, ranks) {
-        train.grad_accumulation = kept(train.micro_batch as u64, ranks, noun, before.batch.samples)?;
+        train.grad_accumulation = kept(train.micro_batch as u64, mesh, before.batch.samples)?;
     }
     if ranks == before.batch.ranks {
         return Ok(None);
     }
-    Ok(Some(words(train, ranks, noun, before.batch)))
-}
-
-/// What is counted here: where a model is divided, several ranks of the job are one.
-fn noun(parallel: &Parallel) -> &'static str {
-    match parallel.pipeline.stages * parallel.tensor {
-        1 => "rank",
-        _ => "data-parallel rank",
-    }
+    Ok(Some(words(train, mesh, before.batch)))
 }
 
 /// The numbers of ranks of the job with which a run can go on that is on `mesh` now: such as make a mesh, and keep the
@@ -108,21 +99,22 @@ fn divisors(number: usize) -> impl Iterator<Item = usize> {
 }
 
 /// The accumulation that makes a step of so many samples.
-fn kept(micro_batch: u64, ranks: u64, noun: &str, samples: u64) -> Result<usize, TrainError> {
+fn kept(micro_batch: u64, mesh: &MeshShape, samples: u64) -> Result<usize, TrainError> {
+    let ranks = mesh.size(&SAMPLES) as u64;
     let of_a_pass = ranks * micro_batch;
     let accumulation = samples.is_multiple_of(of_a_pass).then(|| samples / of_a_pass);
     let accumulation = accumulation.and_then(|passes| usize::try_from(passes).ok());
     accumulation.ok_or_else(|| {
         TrainError::Refused(format!(
             "the run was trained with a global batch of {samples} samples, but {} with `train.micro_batch: {micro_batch}` cannot form it: {samples} is not a multiple of {ranks} × {micro_batch}\n  hint: change the number of ranks or `train.micro_batch`; `train.rescale: keep_micro_batch` allows a different global batch",
-            counted(ranks, noun)
+            mesh.data_ranks()
         ))
     })
 }
 
-fn words(train: &Train, ranks: u64, noun: &str, before: Batch) -> String {
-    let samples = ranks * (train.micro_batch * train.grad_accumulation) as u64;
-    let ranks = counted(ranks, noun);
+fn words(train: &Train, mesh: &MeshShape, before: Batch) -> String {
+    let samples = (mesh.size(&SAMPLES) * train.micro_batch * train.grad_accumulation) as u64;
+    let ranks = mesh.data_ranks();
     let passes = counted(train.grad_accumulation, "micro-batch");
     let batch = if samples == before.samples {
         format!("the global batch stays {samples} samples")
@@ -152,7 +144,7 @@ mod tests {
     use ddp_proto::ids::WorldSize;
 
     use super::*;
-    use crate::config::{self, PipelineSchedule, Strategy};
+    use crate::config::{self, Parallel, PipelineSchedule, Strategy};
     use crate::parallel::pipeline::LayerCosts;
 
     /// A run of 12 samples a step: 3 ranks × 2 micro-batches × 2 samples.
@@ -197,7 +189,7 @@ mod tests {
     /// The accumulation on so many ranks, and the words.
     fn on(ranks: u64, train: Train) -> (usize, Option<String>) {
         let mut config = config(train);
-        let words = rescale(&mut config, ranks, &before()).unwrap();
+        let words = on_ranks(&mut config, ranks, &before()).unwrap();
         (config.train.grad_accumulation, words)
     }
 
@@ -208,6 +200,17 @@ mod tests {
             ..WorkerEnv::single()
         };
         MeshShape::new(parallel, &env)
+    }
+
+    /// On so many data-parallel ranks.
+    fn on_ranks(
+        config: &mut TrainConfig,
+        ranks: u64,
+        before: &BatchBefore,
+    ) -> Result<Option<String>, TrainError> {
+        let of_each = (config.parallel.tensor * config.parallel.pipeline.stages) as u64;
+        let mesh = mesh_of(&config.parallel, ranks * of_each).unwrap();
+        rescale(config, &mesh, before)
     }
 
     fn allows(sizes: Sizes, ranks: u64) -> bool {
@@ -235,7 +238,7 @@ mod tests {
         let keeps = config(train(Rescale::KeepGlobalBatch));
         let sizes = allowed_sizes(&keeps, &mesh_of(&keeps.parallel, 3).unwrap());
         for ranks in 1..=13 {
-            let is_kept = rescale(&mut keeps.clone(), ranks, &before()).is_ok();
+            let is_kept = on_ranks(&mut keeps.clone(), ranks, &before()).is_ok();
             assert_eq!(is_kept, allows(sizes, ranks), "{ranks} ranks");
         }
         let follows = config(train(Rescale::KeepMicroBatch));
@@ -271,8 +274,7 @@ mod tests {
         let Ok(mesh) = mesh_of(&config.parallel, ranks) else {
             return false;
         };
-        let data = mesh.size(&SAMPLES) as u64;
-        let is_kept = rescale(&mut config, data, &BatchBefore { batch, configured }).is_ok();
+        let is_kept = rescale(&mut config, &mesh, &BatchBefore { batch, configured }).is_ok();
         let (pipeline, costs) = (&config.parallel.pipeline, LayerCosts::equal(16));
         is_kept && PipelinePlan::new(pipeline, config.train.grad_accumulation, &costs).is_ok()
     }
@@ -331,9 +333,9 @@ mod tests {
     fn ranks_that_hold_a_model_together_are_counted_once() {
         let mut config = piped(2, PipelineSchedule::OneFOneB, 2);
         let before = before();
-        let words = rescale(&mut config.clone(), 6, &before).unwrap();
+        let words = on_ranks(&mut config.clone(), 6, &before).unwrap();
         insta::assert_snapshot!(words.unwrap(), @"continuing with 6 data-parallel ranks instead of 3: 1 micro-batch per step on each, the global batch stays 12 samples");
-        let refused = rescale(&mut config, 4, &before).unwrap_err().to_string();
+        let refused = on_ranks(&mut config, 4, &before).unwrap_err().to_string();
         assert!(refused.contains(" but 4 data-parallel ranks with "), "{refused}");
     }
 
@@ -348,10 +350,10 @@ mod tests {
             configured: (2, 2),
         };
         let mut again = config(train(Rescale::KeepGlobalBatch));
-        assert_eq!(rescale(&mut again, 1, &before).unwrap(), None);
+        assert_eq!(on_ranks(&mut again, 1, &before).unwrap(), None);
         assert_eq!(again.train.grad_accumulation, 6, "a restart at the same size");
         let mut grown = config(train(Rescale::KeepGlobalBatch));
-        rescale(&mut grown, 3, &before).unwrap();
+        on_ranks(&mut grown, 3, &before).unwrap();
         assert_eq!(grown.train, train(Rescale::KeepGlobalBatch));
     }
 
@@ -384,7 +386,9 @@ mod tests {
         let refusal = |ranks, micro_batch| {
             let mut config = config(train(Rescale::KeepGlobalBatch));
             config.train.micro_batch = micro_batch;
-            rescale(&mut config, ranks, &before()).unwrap_err().to_string()
+            on_ranks(&mut config, ranks, &before())
+                .unwrap_err()
+                .to_string()
         };
         insta::assert_snapshot!(refusal(4, 2), @"
         the run was trained with a global batch of 12 samples, but 4 ranks with `train.micro_batch: 2` cannot form it: 12 is not a multiple of 4 × 2
