@@ -239,15 +239,14 @@ impl Loader {
     }
 
     /// Writes micro-batch `m` of `step` (both from 0): `inputs` and `targets` have the shape
-    /// `(micro_batch, block_size)`. Returns the number of its samples; the rows behind them have only targets that
-    /// are [`IGNORED`].
+    /// `(micro_batch, block_size)`. Rows behind its samples have only targets that are [`IGNORED`].
     pub fn fill(
         &self,
         step: u64,
         m: u64,
         inputs: &mut [i32],
         targets: &mut [i32],
-    ) -> Result<usize, DataError> {
+    ) -> Result<(), DataError> {
         assert!(
             step >= self.origin.0,
             "step {step} is before the first, {}",
@@ -269,27 +268,25 @@ pub fn eval_blocks(blocks: u64, rank: u64, world: u64) -> Range<u64> {
     cut(rank)..cut(rank + 1)
 }
 
-/// Fills a micro-batch `(rows, block_size)` with the samples from these tokens, one a row, and returns the number of rows
-/// that have one. The other rows have only targets that are [`IGNORED`].
+/// Fills a micro-batch `(rows, block_size)` with the samples from these tokens, one a row. Rows that are left have only
+/// targets that are [`IGNORED`].
 pub fn fill_batch(
     tokens: &Tokens,
     mut starts: impl Iterator<Item = u64>,
     block_size: usize,
     inputs: &mut [i32],
     targets: &mut [i32],
-) -> Result<usize, DataError> {
-    let mut filled = 0;
+) -> Result<(), DataError> {
     let rows = inputs.chunks_mut(block_size).zip(targets.chunks_mut(block_size));
     for (inputs, targets) in rows {
         if let Some(start) = starts.next() {
             tokens.read_sample(start, inputs, targets)?;
-            filled += 1;
         } else {
             inputs.fill(0);
             targets.fill(IGNORED);
         }
     }
-    Ok(filled)
+    Ok(())
 }
 
 #[cfg(test)]
@@ -422,7 +419,9 @@ mod tests {
                     .resumed(first, consumed);
                 for m in 0..loader.passes(step) {
                     let (mut inputs, mut targets) = (vec![0; of_rank], vec![0; of_rank]);
-                    let filled = loader.fill(step, m, &mut inputs, &mut targets).unwrap();
+                    loader.fill(step, m, &mut inputs, &mut targets).unwrap();
+                    let filled = targets.iter().position(|&target| target == IGNORED);
+                    let filled = filled.unwrap_or(of_rank);
                     assert!(targets[filled..].iter().all(|&target| target == IGNORED));
                     samples.extend(&inputs[..filled]);
                 }
@@ -502,8 +501,8 @@ mod tests {
         let resumed = Loader::new(tokens, sampler, shape(0, 1, 2), 7).resumed(11, consumed);
         let fill = |loader: &Loader, step, m| {
             let (mut inputs, mut targets) = ([0; 14], [0; 14]);
-            let epoch = loader.fill(step, m, &mut inputs, &mut targets).unwrap();
-            (inputs, targets, epoch)
+            loader.fill(step, m, &mut inputs, &mut targets).unwrap();
+            (inputs, targets)
         };
         for step in 11..30 {
             assert_eq!(

@@ -6,6 +6,7 @@ use std::time::Instant;
 
 use super::row_state::{RowPurpose, RowState};
 use crate::collective::{Communicator, WorkError};
+use crate::data::IGNORED;
 use crate::device::{ArenaSpec, Buffer, Compute, DType, DeviceError, Event};
 use crate::mesh::Axis;
 use crate::model::{
@@ -49,6 +50,11 @@ impl MicroBatch {
             inputs: vec![0; len],
             targets: vec![0; len],
         }
+    }
+
+    /// Positions whose losses count.
+    pub(crate) fn counted(&self) -> usize {
+        self.targets.iter().filter(|&&target| target != IGNORED).count()
     }
 }
 

@@ -22,6 +22,8 @@ pub(crate) struct EnqueuedAction {
     pub(crate) span: Option<Mark>,
     /// The loss of each position, on the device, if it is a forward over the last stage.
     pub(crate) losses: Option<Activation>,
+    /// How many of them count: their targets are not ignored.
+    pub(crate) positions: usize,
 }
 
 /// Provides the tokens of a row, and takes its losses and gradients.
@@ -84,6 +86,7 @@ pub(crate) fn run_row(
             action,
             began,
             span,
+            positions: losses.as_ref().map_or(0, |_| batch.counted()),
             losses,
         };
         caller.after(replica, enqueued)?;

@@ -114,9 +114,8 @@ impl RowCaller for EvaluationRow<'_> {
 
     fn after(&mut self, replica: &Replica, enqueued: EnqueuedAction) -> Result<(), TrainError> {
         if let Some(losses) = enqueued.losses.filter(|_| replica.counts_losses()) {
-            let blocks = self.blocks(enqueued.action);
             self.total += sum_of_losses(&replica.world.compute, &losses)?;
-            self.positions += (blocks.end - blocks.start) as usize * self.block_size;
+            self.positions += enqueued.positions;
         }
         Ok(())
     }

@@ -636,10 +636,7 @@ impl RowCaller for TrainingRow<'_> {
     fn read(&mut self, replica: &Replica, action: Action, batch: &mut MicroBatch) -> Result<(), TrainError> {
         let (began, span) = (Instant::now(), replica.world.begin_span());
         let MicroBatch { inputs, targets } = batch;
-        let filled = (self.loader).fill(self.step, action.micro_batch as u64, inputs, targets)?;
-        if action.stage + 1 == self.stages {
-            self.positions += filled * self.config.model.block_size;
-        }
+        (self.loader).fill(self.step, action.micro_batch as u64, inputs, targets)?;
         (replica.world).end_span(span, Kind::Data, || self.name_of(action, "data"));
         self.times.data += began.elapsed();
         Ok(())
@@ -655,6 +652,7 @@ impl RowCaller for TrainingRow<'_> {
 
     fn after(&mut self, replica: &Replica, enqueued: EnqueuedAction) -> Result<(), TrainError> {
         let action = enqueued.action;
+        self.positions += enqueued.positions;
         if let Some(losses) = enqueued.losses {
             if replica.counts_losses() {
                 self.step_table.add(&losses, self.losses == 0);
