@@ -9,6 +9,7 @@ use crate::data::DataError;
 use crate::device::{ArenaSpec, Buffer, Compute, CpuDevice, CudaDevice, DType, Device, DeviceError};
 use crate::model::{self, ActivationPool, Context, Model, ParamId, Params};
 use crate::ops::Cast;
+use crate::parallel::Dtypes;
 use crate::tokenize::TokenizeError;
 
 /// A checkpoint cannot be used for inference.
@@ -81,10 +82,7 @@ impl LoadedModel {
     ) -> Result<Self, InferenceError> {
         reader.check_model()?;
         let config = reader.model_config()?;
-        let dtype = match precision {
-            Precision::Bf16 => DType::Bf16,
-            Precision::F32 | Precision::Tf32 => DType::F32,
-        };
+        let dtype = Dtypes::params_in(precision);
         let model = model::build(&config, 1)?.with_dtype(dtype);
         let compute = Compute::new(device.clone());
         let mut params = Vec::with_capacity(model.params.len());

@@ -38,16 +38,12 @@ pub struct Dtypes {
 impl Dtypes {
     /// The types that a configuration asks for.
     pub fn of(config: &TrainConfig) -> Self {
-        let params = match config.train.precision {
-            Precision::F32 | Precision::Tf32 => DType::F32,
-            Precision::Bf16 => DType::Bf16,
-        };
         let reduced = match config.parallel.reduce_dtype {
             ReduceDtype::F32 => DType::F32,
             ReduceDtype::Bf16 => DType::Bf16,
         };
         Self {
-            params,
+            params: Self::params_in(config.train.precision),
             reduced,
             accumulated: match config.train.grad_accumulation {
                 1 => reduced,
@@ -56,7 +52,15 @@ impl Dtypes {
         }
     }
 
-    /// True if the optimizer has masters of its own.
+    /// [`Dtypes::params`] in a precision.
+    pub fn params_in(precision: Precision) -> DType {
+        match precision {
+            Precision::F32 | Precision::Tf32 => DType::F32,
+            Precision::Bf16 => DType::Bf16,
+        }
+    }
+
+    /// True if the optimizer has masters of its own, as operations read narrower parameters.
     pub fn has_masters(&self) -> bool {
         self.params != DType::F32
     }

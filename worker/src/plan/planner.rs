@@ -4,7 +4,7 @@
 use super::candidate::{Candidate, PlannedMesh, under};
 use super::search::FoundLayout;
 use super::step_times::Machines;
-use crate::config::{OptimizerOffload, Precision, Recompute, ReduceDtype, Strategy, TrainConfig};
+use crate::config::{OptimizerOffload, Recompute, ReduceDtype, Strategy, TrainConfig};
 use crate::costs::Work;
 use crate::mesh::GRADIENTS;
 use crate::model::ModelPart;
@@ -95,9 +95,9 @@ fn adjustment(
     strategy: Strategy,
     machines: &Machines,
 ) -> Result<Option<FoundLayout>, TrainError> {
-    let reductions = match (config.train.precision, config.parallel.reduce_dtype) {
-        (Precision::Bf16, ReduceDtype::F32) => vec![ReduceDtype::F32, ReduceDtype::Bf16],
-        (_, given) => vec![given],
+    let reductions = match config.parallel.reduce_dtype {
+        ReduceDtype::F32 if Dtypes::of(config).has_masters() => vec![ReduceDtype::F32, ReduceDtype::Bf16],
+        given => vec![given],
     };
     for reduce_dtype in reductions {
         for offload in [config.train.offload.optimizer, OptimizerOffload::Host] {

@@ -81,7 +81,7 @@ fn rows(prepared: &Prepared<'_>) -> Rows {
     table.add("learning rate", scaled_rate(train, global_batch.samples()));
     table.add("schedule", prepared.steps_before.and_then(stretched));
     table.add("warning", endless_warmup(train));
-    let attends = config.model.kind != ModelKind::Mlp && Dtypes::of(config).params == DType::Bf16;
+    let attends = config.model.kind != ModelKind::Mlp && Dtypes::of(config).has_masters();
     let has_tensor_cores = attends && trainer.world.compute.device.peak_bytes().is_some();
     let slow = slow_heads(config.model.n_embd / config.model.n_head);
     table.add("warning", slow.filter(|_| has_tensor_cores));
