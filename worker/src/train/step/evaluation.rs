@@ -29,12 +29,10 @@ pub(super) fn mean_loss(
 ) -> Result<f64, TrainError> {
     let (mesh, rows) = (&replica.world.mesh, replica.positions() / block_size);
     let blocks = tokens.blocks(block_size);
-    let ranks = mesh.size(&SAMPLES);
-    let share = |rank: usize| eval_blocks(blocks, rank as u64, ranks as u64);
-    let mine = share(mesh.index(&SAMPLES));
-    let passes = |share: Range<u64>| (share.end - share.start).div_ceil(rows as u64);
-    // A rank without blocks still takes part in what a pass exchanges. All make as many: they wait for each other in the end.
-    let needed = (0..ranks).map(share).map(passes).max().unwrap_or(0);
+    let ranks = mesh.size(&SAMPLES) as u64;
+    let mine = eval_blocks(blocks, mesh.index(&SAMPLES) as u64, ranks);
+    // Passes over the largest share. A rank with a smaller one still takes part in what all exchange in them.
+    let needed = blocks.div_ceil(ranks).div_ceil(rows as u64);
     let mut row = EvaluationRow {
         tokens,
         block_size,
