@@ -320,6 +320,13 @@ impl Context<'_> {
         }
     }
 
+    /// Those as runs of rows that are neighbours in the micro-batch: where a run lies among them, and its first row's number
+    /// there, sample · positions + position.
+    pub(super) fn row_runs(&self) -> Vec<(Range<usize>, usize)> {
+        let own = self.own_rows();
+        vec![(0..own.len(), own.start)]
+    }
+
     /// All rows, `[R, C]`, of which each rank makes its own ones: `fill` is given memory for them.
     pub(super) fn all_rows(
         &self,

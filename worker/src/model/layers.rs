@@ -300,18 +300,19 @@ impl DropoutLayer {
         let Some(mask) = self.mask(ctx, site) else {
             return Ok(None);
         };
-        let (own, [_, positions]) = (ctx.own_rows(), ctx.shape);
-        let channels = inp.buffer().len() / own.len();
-        let mask = mask.of_part(own.start as u32);
+        let channels = inp.buffer().len() / ctx.own_rows().len();
         let out = ctx.lease("dropped", inp.shape())?;
-        ctx.enqueue(ops::Dropout {
-            inp: inp.buffer().clone(),
-            residual: residual.map(|residual| residual.buffer().clone()),
-            out: out.buffer().clone(),
-            mask,
-            positions,
-            channels,
-        });
+        for (rows, first) in ctx.row_runs() {
+            let run = |all: &Activation| all.buffer().slice(rows.start * channels..rows.end * channels);
+            ctx.enqueue(ops::Dropout {
+                inp: run(inp),
+                residual: residual.map(run),
+                out: run(&out),
+                mask: mask.of_part(first as u32),
+                positions: ctx.shape[1],
+                channels,
+            });
+        }
         Ok(Some(out))
     }
 
