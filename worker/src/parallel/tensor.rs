@@ -1,7 +1,7 @@
 //! The ranks that hold a model together, over a communicator: what [`TensorOps`] are for blocks.
 
 use super::comm_times::CommTracker;
-use crate::collective::{CollectiveError, Communicator, Launch, ReduceOp, Traffic, WireBytes};
+use crate::collective::{CollectiveError, Communicator, Launch, ReduceOp, Traffic};
 use crate::device::{Compute, DeviceError};
 use crate::mesh::{Axis, Mesh};
 use crate::model::{Activation, Context, Exchange, ExchangeKind, TensorOps, own_rows};
@@ -28,11 +28,6 @@ impl TensorGroup {
             compute: compute.clone(),
             is_sequence,
         }
-    }
-
-    /// Bytes that this rank has moved in this group.
-    pub fn wire_bytes(&self) -> WireBytes {
-        self.comm.wire_bytes()
     }
 
     /// Times and failure of the exchanges. The failure is behind the errors that blocks return.

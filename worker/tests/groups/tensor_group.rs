@@ -145,13 +145,13 @@ fn a_ranks_bytes_are_those_of_the_formulas() {
                 member.group.all_reduce(&x, "sum").unwrap();
             }
             member.read(x.buffer());
-            let reduced = member.group.wire_bytes();
+            let reduced = member.rank.comm.wire_bytes();
             for _ in 0..4 {
                 member.group.gather_rows(&x, "rows").unwrap();
                 member.reduce_scatter_rows(&x);
             }
             member.read(x.buffer());
-            [reduced, member.group.wire_bytes() - reduced]
+            [reduced, member.rank.comm.wire_bytes() - reduced]
         });
         let expected = WireBytes {
             activations: 8 * (t - 1) * a / t,
