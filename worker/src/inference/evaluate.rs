@@ -5,7 +5,7 @@ use ddp_proto::words::counted;
 use super::loaded::{InferenceError, LoadedModel};
 use crate::data::{Tokens, fill_batch};
 use crate::device::{ArenaSpec, DType};
-use crate::model::{Activation, Context, NoHooks, Passes, sum_of_losses};
+use crate::model::{Activation, NoHooks, Passes, sum_of_losses};
 
 /// What a text costs a model.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -54,11 +54,7 @@ impl LoadedModel {
         };
         let (inputs_there, targets_there) = (alloc("tokens")?.whole(), alloc("targets")?.whole());
         let inp = Activation::borrowed(inputs_there.clone(), shape.to_vec());
-        let (model, targets) = (&self.model, Some(&targets_there));
-        let ctx = Context {
-            targets,
-            ..self.context(shape)
-        };
+        let (model, ctx) = (&self.model, self.context(shape, Some(&targets_there)));
         let passes = Passes { model, ctx: &ctx };
         let mut total = 0.0;
         for first in (0..blocks).step_by(rows) {

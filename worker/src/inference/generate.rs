@@ -108,7 +108,7 @@ impl<'a> Generator<'a> {
                 first_position: self.positions,
                 capacity: self.loaded.config.block_size,
             },
-            ..self.loaded.context([1, count])
+            ..self.loaded.context([1, count], None)
         };
         let made = Passes { model, ctx: &ctx }.forward(&mut self.cache, &inp, &mut NoHooks)?;
         // Only the last row is followed by anything new.

@@ -140,9 +140,10 @@ impl LoadedModel {
         self.pool.allocated_bytes()
     }
 
-    /// For forward passes over tokens `[samples, positions]`.
-    pub(super) fn context(&self, shape: [usize; 2]) -> Context<'_> {
-        Context::new(&self.compute, &self.pool, self, shape, self.model.dtype())
+    /// For forward passes over tokens `[samples, positions]`, with targets where losses are wanted.
+    pub(super) fn context<'a>(&'a self, shape: [usize; 2], targets: Option<&'a Buffer>) -> Context<'a> {
+        let ctx = Context::new(&self.compute, &self.pool, self, shape, self.model.dtype());
+        Context { targets, ..ctx }
     }
 }
 
