@@ -91,14 +91,11 @@ impl StepTable {
         });
     }
 
-    /// Gathers the rows. Every rank must call it; `positions` is the number of losses that were not ignored, on a rank whose
-    /// losses count.
-    pub(crate) fn share(&self, positions: Option<usize>, stop: bool, save: f64) -> Work {
-        let known = [f64::from(u8::from(stop)), save];
-        match positions {
-            Some(positions) => self.0.write(1, &[positions as f64, known[0], known[1]]),
-            None => self.0.write(0, &[0.0, 0.0, known[0], known[1]]),
-        }
+    /// Gathers the rows. Every rank must call it; `positions` is the number of losses in what was added. Where nothing ever
+    /// is, the sum stays 0.
+    pub(crate) fn share(&self, positions: usize, stop: bool, save: f64) -> Work {
+        self.0
+            .write(1, &[positions as f64, f64::from(u8::from(stop)), save]);
         self.0.share("losses")
     }
 

@@ -652,10 +652,10 @@ impl RowCaller for TrainingRow<'_> {
 
     fn after(&mut self, replica: &Replica, enqueued: EnqueuedAction) -> Result<(), TrainError> {
         let action = enqueued.action;
-        self.positions += enqueued.positions;
         if let Some(losses) = enqueued.losses {
             if replica.counts_losses() {
                 self.step_table.add(&losses, self.losses == 0);
+                self.positions += enqueued.positions;
             }
             self.losses += 1;
         }
@@ -673,7 +673,7 @@ impl RowCaller for TrainingRow<'_> {
         }
         // In a pipeline another rank may still need this one to come to its losses.
         if self.stages == 1 && self.losses == self.micro_batches && self.sharing.is_none() {
-            self.share(replica);
+            self.share();
         }
         Ok(())
     }
@@ -684,18 +684,18 @@ impl RowCaller for TrainingRow<'_> {
             (self.session).set_activity(|| replica.plan.behind_row_in_words(rank));
         }
         if self.sharing.is_none() {
-            self.share(replica);
+            self.share();
         }
     }
 }
 
 impl TrainingRow<'_> {
     /// Begins to share the losses of this rank with all others.
-    fn share(&mut self, replica: &Replica) {
+    fn share(&mut self) {
         let began = Instant::now();
         let stop = self.session.stop_requested().is_some();
-        let positions = replica.counts_losses().then_some(self.positions);
-        self.sharing = Some(self.step_table.share(positions, stop, self.checkpoints.code()));
+        let code = self.checkpoints.code();
+        self.sharing = Some(self.step_table.share(self.positions, stop, code));
         self.times.share += began.elapsed();
     }
 
