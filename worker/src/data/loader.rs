@@ -240,13 +240,7 @@ impl Loader {
 
     /// Writes micro-batch `m` of `step` (both from 0): `inputs` and `targets` have the shape
     /// `(micro_batch, block_size)`. Rows behind its samples have only targets that are [`IGNORED`].
-    pub fn fill(
-        &self,
-        step: u64,
-        m: u64,
-        inputs: &mut [i32],
-        targets: &mut [i32],
-    ) -> Result<(), DataError> {
+    pub fn fill(&self, step: u64, m: u64, inputs: &mut [i32], targets: &mut [i32]) -> Result<(), DataError> {
         assert!(
             step >= self.origin.0,
             "step {step} is before the first, {}",

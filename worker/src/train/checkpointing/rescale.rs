@@ -386,9 +386,7 @@ mod tests {
         let refusal = |ranks, micro_batch| {
             let mut config = config(train(Rescale::KeepGlobalBatch));
             config.train.micro_batch = micro_batch;
-            on_ranks(&mut config, ranks, &before())
-                .unwrap_err()
-                .to_string()
+            on_ranks(&mut config, ranks, &before()).unwrap_err().to_string()
         };
         insta::assert_snapshot!(refusal(4, 2), @"
         the run was trained with a global batch of 12 samples, but 4 ranks with `train.micro_batch: 2` cannot form it: 12 is not a multiple of 4 × 2
