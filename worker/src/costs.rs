@@ -61,6 +61,21 @@ impl Work {
     }
 }
 
+/// Samples and positions of a micro-batch that a rank computes.
+pub fn micro_batch_shape(config: &TrainConfig) -> [usize; 2] {
+    [config.train.micro_batch, config.model.block_size]
+}
+
+/// Rows of the residual stream that a rank holds of it: under sequence parallelism its tensor group divides them.
+pub fn residual_rows(config: &TrainConfig) -> usize {
+    let parts = if config.parallel.sequence {
+        config.parallel.tensor
+    } else {
+        1
+    };
+    micro_batch_shape(config).iter().product::<usize>() / parts
+}
+
 /// The factors of a global batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GlobalBatch {

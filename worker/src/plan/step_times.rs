@@ -16,7 +16,7 @@
 use std::ops::Range;
 
 use crate::config::{Sync, TrainConfig};
-use crate::costs::{Cluster, Sent};
+use crate::costs::{Cluster, Sent, micro_batch_shape, residual_rows};
 use crate::mesh::{Axis, MeshShape};
 use crate::parallel::Dtypes;
 use crate::parallel::pipeline::{PipelinePlan, RankTimeline, Simulation, StageCosts};
@@ -85,7 +85,7 @@ impl BusyTimes {
 
 /// Tokens of a micro-batch.
 fn tokens(config: &TrainConfig) -> f64 {
-    (config.train.micro_batch * config.model.block_size) as f64
+    micro_batch_shape(config).iter().product::<usize>() as f64
 }
 
 /// Times of a step, in seconds; none depends on a rate that is not known.
@@ -129,7 +129,7 @@ impl StepTimes {
             1 => Some(0.0),
             _ => machines
                 .cluster
-                .message_seconds(message_bytes(config, tensor), mesh.stride(Axis::Pipeline) as u64),
+                .message_seconds(message_bytes(config), mesh.stride(Axis::Pipeline) as u64),
         };
         let transit = message.filter(|_| machines.flops.is_some()).unwrap_or(0.0);
         let tick = seconds.iter().flatten().copied().fold(transit, f64::max) / LONGEST_TICKS;
@@ -202,10 +202,8 @@ fn in_ticks(seconds: [f64; 3], tick: f64, layers: u64) -> StageCosts {
 }
 
 /// Bytes of what a rank hands to the next stage.
-fn message_bytes(config: &TrainConfig, tensor: u64) -> u64 {
-    let elements = config.train.micro_batch * config.model.block_size * config.model.n_embd;
-    let parts = if config.parallel.sequence { tensor } else { 1 };
-    (elements * Dtypes::of(config).params.bytes()) as u64 / parts
+fn message_bytes(config: &TrainConfig) -> u64 {
+    (residual_rows(config) * config.model.n_embd * Dtypes::of(config).params.bytes()) as u64
 }
 
 /// Ticks with which traffic of once per step can overlap, on the rank that has the fewest.

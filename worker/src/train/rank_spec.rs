@@ -16,6 +16,7 @@ use super::run_row::{rehearse_evaluation, rehearse_step};
 use super::strategy::{ShardingStrategy, held, mesh, part_of, pipeline_plan};
 use super::world::{Groups, World, stage_messages};
 use crate::config::{Accumulate, LastBatch, TrainConfig};
+use crate::costs::micro_batch_shape;
 use crate::mesh::{Axis, MeshShape};
 use crate::model::{ActivationPool, Model, ModelPart};
 use crate::optim::{Optimizer, StateMemory};
@@ -182,7 +183,7 @@ impl RankSpec {
             parameters,
             plan: self.plan.clone(),
             activations,
-            shape: [self.config.train.micro_batch, self.config.model.block_size],
+            shape: micro_batch_shape(&self.config),
         };
         Replica::new(world, groups, parts)
     }

@@ -8,6 +8,7 @@ use ddp_proto::env::WorkerEnv;
 use super::TrainError;
 use crate::collective::{Communicator, Executor, Transport};
 use crate::config::TrainConfig;
+use crate::costs::residual_rows;
 use crate::device::{Compute, Device};
 use crate::mesh::{Mesh, MeshShape};
 use crate::model::Model;
@@ -138,15 +139,8 @@ pub(super) fn stage_messages(
     model: &Model,
     plan: &PipelinePlan,
 ) -> Result<StageMessages, TrainError> {
-    let (samples, block_size) = (config.train.micro_batch, config.model.block_size);
-    // Under sequence parallelism blocks hand on a rank's own rows.
-    let dimensions = if model.part.sequence {
-        vec![samples * block_size / model.part.tensor.1, config.model.n_embd]
-    } else {
-        vec![samples, block_size, config.model.n_embd]
-    };
     let shape = MessageShape {
-        dimensions,
+        dimensions: vec![residual_rows(config), config.model.n_embd],
         dtype: model.dtype(),
     };
     let (mesh, compute) = (&world.mesh, &world.compute);
