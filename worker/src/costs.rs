@@ -68,12 +68,9 @@ pub fn micro_batch_shape(config: &TrainConfig) -> [usize; 2] {
 
 /// Rows of the residual stream that a rank holds of it: under sequence parallelism its tensor group divides them.
 pub fn residual_rows(config: &TrainConfig) -> usize {
-    let parts = if config.parallel.sequence {
-        config.parallel.tensor
-    } else {
-        1
-    };
-    micro_batch_shape(config).iter().product::<usize>() / parts
+    let rows: usize = micro_batch_shape(config).iter().product();
+    let parts = config.parallel.sequence.then_some(config.parallel.tensor);
+    rows / parts.unwrap_or(1)
 }
 
 /// The factors of a global batch.
