@@ -43,6 +43,9 @@ pub const SAMPLES: [Axis; 2] = [Axis::Replicate, Axis::Shard];
 /// The axes along which gradients are summed, and state can be sharded: who sums what.
 pub const GRADIENTS: [Axis; 2] = [Axis::Replicate, Axis::Shard];
 
+/// Those of them along which ranks hold one copy of the state together, each a shard of it.
+pub const SHARDED: [Axis; 1] = [Axis::Shard];
+
 impl Axis {
     /// All axes, the slowest first.
     pub const ALL: [Self; 4] = [Self::Pipeline, Self::Replicate, Self::Shard, Self::Tensor];

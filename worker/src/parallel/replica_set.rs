@@ -29,7 +29,7 @@
 use std::collections::BTreeSet;
 
 use crate::collective::{CollectiveError, Communicator};
-use crate::mesh::{Axis, GRADIENTS, Mesh};
+use crate::mesh::{Axis, GRADIENTS, Mesh, SHARDED};
 use crate::model::{AxisRole, ParamId, ParamSpec};
 
 /// The axes other than the data-parallel ones: of the copies along them, the first rank writes.
@@ -63,7 +63,7 @@ pub fn one_copy(model: &[ParamSpec]) -> Vec<Axis> {
 /// True on one of the ranks that hold copies of the same elements along `axes`: the one that counts them in the norm (along
 /// [`one_copy`]) and writes them to checkpoints (along [`MODEL_AXES`]). `index` is where the rank stands along an axis.
 pub fn is_counted(roles: &Roles, axes: &[Axis], index: impl Fn(Axis) -> usize) -> bool {
-    let is_cut = |axis: Axis| axis == Axis::Shard || roles[axis as usize] == AxisRole::Cut;
+    let is_cut = |axis: Axis| SHARDED.contains(&axis) || roles[axis as usize] == AxisRole::Cut;
     axes.iter().all(|&axis| is_cut(axis) || index(axis) == 0)
 }
 
@@ -85,10 +85,12 @@ impl StateGroup {
     /// Every rank of the mesh must call it.
     fn new(mesh: &Mesh, axes: Vec<Axis>) -> Result<Self, CollectiveError> {
         let all = several(mesh, &axes)?.map_or_else(|| mesh.group(&axes), Ok)?;
-        let if_summed = |axis| several(mesh, axes.contains(&axis).then_some(axis).as_slice());
+        let [mut sharded, mut copied] = [axes.clone(), axes.clone()];
+        sharded.retain(|axis| SHARDED.contains(axis));
+        copied.retain(|axis| !SHARDED.contains(axis));
         Ok(Self {
-            shard: if_summed(Axis::Shard)?.unwrap_or_else(|| all.clone()),
-            copies: if_summed(Axis::Replicate)?,
+            shard: several(mesh, &sharded)?.unwrap_or_else(|| all.clone()),
+            copies: several(mesh, &copied)?,
             all,
             axes,
         })

@@ -13,7 +13,7 @@ use std::ops::Range;
 
 use super::{Bucket, GradientLayout, summed_over};
 use crate::device::{Arena, Buffer};
-use crate::mesh::Axis;
+use crate::mesh::{Axis, SHARDED};
 use crate::model::ParamId;
 use crate::ops::CHUNK;
 
@@ -107,7 +107,8 @@ impl Sharding {
                 unit_ranges[id.0] = (units.len(), at.start - range.start..at.end - range.start);
             }
             let axes = summed_over(&layout.spec(params[0]).roles);
-            let ranks = if axes.contains(&Axis::Shard) { world } else { 1 };
+            let is_sharded = SHARDED.iter().all(|axis| axes.contains(axis));
+            let ranks = if is_sharded { world } else { 1 };
             let start = units.last().map_or(0, |unit| unit.whole.end);
             let shard = units.last().map_or(0, |unit| unit.shard.end);
             let len = range.len().next_multiple_of(ranks * CHUNK);

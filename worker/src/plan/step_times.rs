@@ -17,7 +17,7 @@ use std::ops::Range;
 
 use crate::config::{Sync, TrainConfig};
 use crate::costs::{Cluster, Sent, micro_batch_shape, residual_rows};
-use crate::mesh::{Axis, MeshShape};
+use crate::mesh::{Axis, GRADIENTS, MeshShape};
 use crate::parallel::Dtypes;
 use crate::parallel::pipeline::{PipelinePlan, RankTimeline, Simulation, StageCosts};
 use crate::plan::estimate::StepTraffic;
@@ -162,7 +162,7 @@ impl StepTimes {
             ranks: mesh.size(&[axis]) as u64,
             stride: mesh.stride(axis) as u64,
         };
-        cluster.least_seconds(&[along(Axis::Shard), along(Axis::Replicate)])
+        cluster.least_seconds(&GRADIENTS.map(along))
     }
 
     /// Time of a step of `config` in which a rank sends `sent`.

@@ -17,7 +17,7 @@ use super::strategy::{ShardingStrategy, held, mesh, part_of, pipeline_plan};
 use super::world::{Groups, World, stage_messages};
 use crate::config::{Accumulate, LastBatch, TrainConfig};
 use crate::costs::micro_batch_shape;
-use crate::mesh::{Axis, MeshShape};
+use crate::mesh::{Axis, MeshShape, SHARDED};
 use crate::model::{ActivationPool, Model, ModelPart};
 use crate::optim::{Optimizer, StateMemory};
 use crate::parallel::pipeline::PipelinePlan;
@@ -95,7 +95,7 @@ impl RankSpec {
         let one_copy = one_copy(&self.model.all_params);
         // Ranks that differ along the other axis only count the same chunks.
         let mut axes = one_copy.clone();
-        axes.retain(|axis| *axis != Axis::Shard);
+        axes.retain(|axis| !SHARDED.contains(axis));
         let counted = mesh.members(self.rank, &axes).into_iter().map(|member| {
             let at = |axis| mesh.index(member, &[axis]);
             let (layout, _) = &stages[at(Axis::Pipeline)];
@@ -103,9 +103,9 @@ impl RankSpec {
         });
         let counted: Vec<_> = counted.collect();
         let chunks = mesh.members(self.rank, &one_copy).into_iter().map(|member| {
-            let at = |axis| mesh.index(member, &[axis]);
-            let (_, sharding) = &stages[at(Axis::Pipeline)];
-            NormOrder::chunks(sharding, at(Axis::Shard), &counted[mesh.index(member, &axes)])
+            let at = |axes: &[Axis]| mesh.index(member, axes);
+            let (_, sharding) = &stages[at(&[Axis::Pipeline])];
+            NormOrder::chunks(sharding, at(&SHARDED), &counted[at(&axes)])
         });
         Ok(NormOrder::new(&chunks.collect::<Vec<_>>()))
     }
@@ -114,7 +114,7 @@ impl RankSpec {
     pub(crate) fn connect(&self, world: &World) -> Result<Groups, TrainError> {
         let mut set = ReplicaSet::of(&world.mesh, &self.model.params, &self.model.all_params)?;
         if self.strategy.reshard_policy(&self.config.parallel) != ReshardPolicy::KeepAll {
-            set.gathers = world.mesh.group_for(&[Axis::Shard], "parameters")?;
+            set.gathers = world.mesh.group_for(&SHARDED, "parameters")?;
         }
         Ok(Groups {
             set,
@@ -131,7 +131,7 @@ impl RankSpec {
     ) -> Result<(Parameters, Reducer), TrainError> {
         let (strategy, layout) = (&self.strategy, &self.layout);
         let (parallel, compute) = (&self.config.parallel, &world.compute);
-        let sharding = Arc::new(strategy.sharding(layout, world.mesh.index(&[Axis::Shard])));
+        let sharding = Arc::new(strategy.sharding(layout, world.mesh.index(&SHARDED)));
         let policy = strategy.reshard_policy(parallel);
         let parameters = Parameters::new(set, compute, &self.model, &sharding, policy)?;
         let reduction = ReducerConfig {

@@ -19,7 +19,7 @@ use crate::config::{
     self, Accumulate, OptimizerConfig, OptimizerKind, Parallel, Problem, Strategy, TrainConfig,
 };
 use crate::costs::Work;
-use crate::mesh::{Axis, GRADIENTS, MeshShape};
+use crate::mesh::{Axis, GRADIENTS, MeshShape, SHARDED};
 use crate::model::{self, Model, ModelPart};
 use crate::optim::ParamGroups;
 use crate::parallel::pipeline::{LayerCosts, PipelinePlan};
@@ -39,7 +39,7 @@ pub(crate) struct ShardingStrategy {
 impl ShardingStrategy {
     /// A pure function, so that every rank decides the same.
     pub(crate) fn new(parallel: &Parallel, micro_batches: usize, mesh: MeshShape) -> Self {
-        let strategy = match mesh.size(&[Axis::Shard]) {
+        let strategy = match mesh.size(&SHARDED) {
             1 => Strategy::Ddp,
             _ => parallel.strategy,
         };
@@ -61,7 +61,7 @@ impl ShardingStrategy {
 
     /// Ranks that hold one copy of the state.
     pub(crate) fn shard_ranks(&self) -> usize {
-        self.mesh.size(&[Axis::Shard])
+        self.mesh.size(&SHARDED)
     }
 
     /// What stays gathered of the parameters.
