@@ -390,7 +390,7 @@ impl Attention {
             Keep::Nothing | Keep::ForBackward(_) => {
                 let lse = ctx.lease_stat("attention lse", &[shape.batch, shape.heads, shape.positions])?;
                 ctx.enqueue(AttentionForward {
-                    qkv: qkv.buffer().clone(),
+                    qkv: shape.views(qkv.buffer()),
                     out: mixed.buffer().clone(),
                     lse: lse.buffer().clone(),
                     shape,
@@ -445,13 +445,14 @@ impl Attention {
         let dmixed = self.projection.dinp(ctx, &dprojected)?;
         drop(dprojected);
         let dqkv = ctx.lease("gradient of qkv", qkv.shape())?;
+        let shape = self.shape(ctx);
         ctx.enqueue(AttentionBackward {
-            qkv: qkv.buffer().clone(),
+            qkv: shape.views(qkv.buffer()),
             out: mixed.buffer().clone(),
             lse: lse.buffer().clone(),
             dout: dmixed.buffer().clone(),
-            dqkv: dqkv.buffer().clone(),
-            shape: self.shape(ctx),
+            dqkv: shape.views(dqkv.buffer()),
+            shape,
             dropout: self.mask(ctx),
         });
         drop((qkv, mixed, lse, dmixed));

@@ -85,14 +85,20 @@ impl DropoutMask {
         }
     }
 
-    /// Multiplies the numbers of a query and its keys, from the first on, by their factors. Of 16 keys, four groups have
-    /// the words of keys `2g`, `2g + 1`, `2g + 8`, `2g + 9`: what one thread of a tensor core holds.
-    pub(super) fn drop_keys<T: Real>(&self, sample: usize, head: usize, query: usize, row: &mut [T]) {
+    /// Multiplies the numbers of a query and its keys, from a multiple of 16 on, by their factors. Of 16 keys, four groups
+    /// have the words of keys `2g`, `2g + 1`, `2g + 8`, `2g + 9`: what one thread of a tensor core holds.
+    pub(super) fn drop_keys<T: Real>(
+        &self,
+        [sample, head]: [usize; 2],
+        query: usize,
+        first_key: usize,
+        row: &mut [T],
+    ) {
         let (threshold, scale) = (self.threshold(), T::of(self.scale()));
         let head = self.first as usize + head;
         for (block, keys) in row.chunks_mut(16).enumerate() {
             for quarter in 0..keys.len().div_ceil(2).min(4) {
-                let words = self.words(sample, head, query, 4 * block + quarter);
+                let words = self.words(sample, head, query, first_key / 4 + 4 * block + quarter);
                 for (i, word) in words.into_iter().enumerate() {
                     if let Some(x) = keys.get_mut(2 * quarter + i % 2 + i / 2 * 8) {
                         *x = if word < threshold { T::ZERO } else { *x * scale };
@@ -255,7 +261,7 @@ mod tests {
             let mask = DropoutMask::new(7, 3, 1, 1000, rate);
             let (mut elements, mut keys) = (vec![0.0_f64; 40_001], vec![1.0_f64; 40_001]);
             mask.of_position(2, 5, &mut elements);
-            mask.drop_keys(2, 5, 1, &mut keys);
+            mask.drop_keys([2, 5], 1, 0, &mut keys);
             for values in [elements, keys] {
                 let dropped = values.iter().filter(|x| **x == 0.0).count();
                 assert_rate(dropped, values.len(), rate);
@@ -293,14 +299,17 @@ mod tests {
         let mask = DropoutMask::new(1, 0, 0, 0, 0.5);
         let row = |len| {
             let mut row = vec![1.0_f32; len];
-            mask.drop_keys(0, 1, 2, &mut row);
+            mask.drop_keys([0, 1], 2, 0, &mut row);
             row
         };
         for len in 0..40 {
             assert_eq!(row(len), row(50)[..len]);
         }
+        let mut later_keys = vec![1.0_f32; 34];
+        mask.drop_keys([0, 1], 2, 16, &mut later_keys);
+        assert_eq!(later_keys, row(50)[16..]);
         let mut other_head = vec![1.0_f32; 50];
-        mask.drop_keys(0, 2, 2, &mut other_head);
+        mask.drop_keys([0, 2], 2, 0, &mut other_head);
         assert_ne!(other_head, row(50));
     }
 

@@ -47,7 +47,7 @@ mod update;
 
 pub(crate) use attention::has_tensor_kernels;
 pub use attention::{
-    AttentionBackward, AttentionDecode, AttentionForward, AttentionShape, Rotary, RotaryEmbedding,
+    AttentionBackward, AttentionDecode, AttentionForward, AttentionShape, HeadsView, Rotary, RotaryEmbedding,
 };
 pub use batch_norm::{BatchNormBackward, BatchNormBackwardSums, BatchNormForward, BatchNormSums};
 pub use column_sum::{AddBiasResidual, ColumnSum};

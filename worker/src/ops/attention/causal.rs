@@ -13,8 +13,8 @@ use std::ops::Range;
 
 use super::launches::{BACKWARD, DKV, DQ, FORWARD, Launches, OUT};
 use super::panels::{Keys, scores, weighted, with_copies, with_keys};
-use super::shape::{AttentionShape, scale};
-use crate::memory::{Buffer, DType, DeviceError};
+use super::shape::{AttentionShape, HeadsView, buffers, host, scale};
+use crate::memory::{Buffer, DType, DeviceError, HostMut};
 use crate::ops::cpu::kernel::{
     EXPS, Real, by_dtype, kernel, ln, max_of, sum_map, sum_map2, update, with_scratch,
 };
@@ -46,8 +46,8 @@ pub(super) fn read_inputs<S: Stored>(
 /// `out = dropout(softmax(q·kᵀ/√D, over keys not after the query)) · v`, by heads
 #[derive(Clone, Debug)]
 pub struct AttentionForward {
-    /// `[B, T, (H + 2·KV)·D]`: queries, keys, values; within each, the heads one after the other
-    pub qkv: Buffer,
+    /// Queries, keys, values; the queries may be fewer
+    pub qkv: [HeadsView; 3],
     /// `[B, T, H·D]`
     pub out: Buffer,
     /// `[B, H, T]`, f32 (f64 if `out` is): ln Σ e^score, for backward
@@ -67,11 +67,12 @@ impl Operation for AttentionForward {
 
     fn plan(&self) -> Result<Plan, DeviceError> {
         self.check()?;
-        expect_dtype(self.out.dtype(), &[&self.qkv])?;
+        let [q, k, v] = buffers(&self.qkv);
+        expect_dtype(self.out.dtype(), &[q, k, v])?;
         expect_dtype(DType::F32, &[&self.lse])?;
-        let buffers = [&self.out, &self.qkv];
-        let launches = Launches::new(Self::NAME, &FORWARD, self.shape, &buffers)?.dropping(self.dropout);
-        let add = |call: Call| call.read([&self.qkv]).write([&self.out, &self.lse]);
+        let launches = Launches::new(Self::NAME, &FORWARD, self.shape, &self.qkv, &[&self.out, q, k, v])?;
+        let launches = launches.dropping(self.dropout);
+        let add = |call: Call| call.read([q, k, v]).write([&self.out, &self.lse]);
         Ok(launches.call(&OUT, add)?.into())
     }
 }
@@ -81,27 +82,27 @@ impl AttentionForward {
         self.shape.check(
             Self::NAME,
             &[
-                ("qkv", &self.qkv, self.shape.qkv_channels()),
                 ("out", &self.out, self.shape.channels()),
                 ("lse", &self.lse, self.shape.heads),
             ],
-        )
+        )?;
+        self.shape.check_views(Self::NAME, &self.qkv)
     }
 
     fn compute<S: Stored>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
         self.check()?;
         let shape = self.shape;
         let (positions, heads) = (shape.positions, shape.heads);
-        let qkv = self.qkv.host::<S>()?;
+        let qkv = host::<S>(&self.qkv)?;
         let (mut out, mut lse) = (self.out.host_mut::<S>()?, self.lse.host_mut::<S::Real>()?);
-        let qkv = &*qkv;
+        let qkv = qkv.each_ref().map(|data| &**data);
         let outs = heads_of(shape, &mut out);
         let parts = outs.zip(lse.chunks_mut(positions)).enumerate().collect();
         let isa = cpu.isa();
         cpu.for_each_part(parts, |(i, (mut out, lse)): (usize, (Tile<'_, S>, _))| {
             let pair = [i / heads, i % heads];
-            let mask = self.dropout.as_ref().map(|mask| (mask, pair));
-            read_inputs(isa, shape.inputs(qkv, pair), |inputs| {
+            let mask = CausalMask::new(&self.qkv, self.dropout.as_ref(), pair);
+            read_inputs(isa, shape.inputs(&self.qkv, qkv, pair), |inputs| {
                 S::write_matrix(isa, &mut out.out, false, |out| {
                     head_forward(isa, inputs, out, lse, mask);
                 });
@@ -120,43 +121,66 @@ pub(super) fn heads_of<T>(shape: AttentionShape, out: &mut [T]) -> impl Iterator
     })
 }
 
-/// What is dropped of a sample and head.
-type HeadMask<'a> = Option<(&'a DropoutMask, [usize; 2])>;
+/// Which keys the queries of a head of a sample see, and what is dropped of these.
+#[derive(Clone, Copy)]
+pub(super) struct CausalMask<'a> {
+    /// Positions.
+    pub(super) first_query: usize,
+    pub(super) first_key: usize,
+    pub(super) dropout: Option<(&'a DropoutMask, [usize; 2])>,
+}
 
-/// Drops numbers of the queries, a row of the tile each, and the keys that each sees.
-fn drop_keys<T: Real>(mask: HeadMask<'_>, tile: &mut [T], queries: Range<usize>) {
-    let Some((mask, [sample, head])) = mask else {
-        return;
-    };
-    let stride = tile.len() / queries.len();
-    for (query, row) in queries.zip(tile.chunks_exact_mut(stride)) {
-        mask.drop_keys(sample, head, query, &mut row[..=query]);
+impl<'a> CausalMask<'a> {
+    fn new([q, k, _]: &[HeadsView; 3], dropout: Option<&'a DropoutMask>, pair: [usize; 2]) -> Self {
+        Self {
+            first_query: q.first_position,
+            first_key: k.first_position,
+            dropout: dropout.map(|mask| (mask, pair)),
+        }
+    }
+
+    /// Keys before that of the first query.
+    fn past(&self) -> usize {
+        self.first_query - self.first_key
+    }
+
+    /// Drops numbers of the queries, a row of the tile each, and the keys that each sees. `span` begins at the key of the
+    /// first query, and ends behind the keys that any sees.
+    fn drop_keys<T: Real>(&self, tile: &mut [T], stride: usize, span: Range<usize>) {
+        let Some((mask, pair)) = self.dropout else {
+            return;
+        };
+        for (key, row) in (span.start..).zip(tile.chunks_exact_mut(stride)) {
+            let seen = span.end.min(key + 1);
+            mask.drop_keys(pair, self.first_key + key, self.first_key, &mut row[..seen]);
+        }
     }
 }
 
-/// One head of one sample. With more keys than queries, the queries are the last positions.
+/// One head of one sample.
 pub(super) fn head_forward<T: Real>(
     isa: Isa,
     [q, k, v]: [Matrix<'_, T>; 3],
     out: &mut MatrixMut<'_, T>,
     lse: &mut [T],
-    mask: HeadMask<'_>,
+    mask: CausalMask<'_>,
 ) {
-    let (positions, past) = (out.row_count(), k.row_count() - out.row_count());
+    let (positions, key_count, past) = (out.row_count(), k.row_count(), mask.past());
     let (size, scale) = (
-        QUERIES.min(positions) * stride_of(past + positions),
+        QUERIES.min(positions) * stride_of(key_count.min(past + positions)),
         scale(q.col_count()),
     );
     let mut work = |q: Matrix<'_, T>, keys: Keys<'_, T>, v: Matrix<'_, T>, tile: &mut [T]| {
         for first in (0..positions).step_by(QUERIES) {
             let end = positions.min(first + QUERIES);
-            let (seen, stride) = (past + end, stride_of(past + end));
+            let seen = key_count.min(past + end);
+            let (span, stride) = (past + first..seen, stride_of(seen));
             let tile = &mut tile[..(end - first) * stride];
-            scores(tile, seen, q.rows(first..end), keys, scale);
-            softmax_rows(isa, tile, past + first, &mut lse[first..end]);
-            drop_keys(mask, tile, past + first..seen);
+            scores(tile, span.clone(), q.rows(first..end), keys, scale);
+            softmax_rows(isa, tile, span.clone(), &mut lse[first..end]);
+            mask.drop_keys(tile, stride, span);
             let weights = Matrix::new(tile, end - first, seen, stride);
-            weighted(&mut out.rows_mut(first..end), weights, v);
+            weighted(&mut out.rows_mut(first..end), past + first, weights, v);
         }
     };
     with_copies(positions, [q, k, v], |[q, k, v]| {
@@ -167,15 +191,15 @@ pub(super) fn head_forward<T: Real>(
 }
 
 kernel! {
-    /// From scores to probabilities, and ln Σ e^score of each row. Row `i` is that of query `first + i`. Whole blocks are
-    /// computed, and what a query does not see becomes 0 (NaN in a row of NaN).
-    fn softmax_rows<'a, T>(scores: &'a mut [T], first: usize, lse: &'a mut [T]) -> () {
-        let (width, stride) = (first + lse.len(), scores.len() / lse.len());
+    /// From scores to probabilities, and ln Σ e^score of each row. Row `i` sees the keys up to `span.start + i`, of the
+    /// first `span.end`. Whole blocks are computed, and what a query does not see becomes 0 (NaN in a row of NaN).
+    fn softmax_rows<'a, T>(scores: &'a mut [T], span: Range<usize>, lse: &'a mut [T]) -> () {
+        let (width, stride) = (span.end, scores.len() / lse.len());
         let mut sums = [T::ONE; QUERIES];
         let rows = scores.chunks_exact_mut(stride).zip(&mut *lse).zip(&mut sums);
         // For now `lse` holds the maximum.
         for (i, ((row, lse), total)) in rows.enumerate() {
-            let seen = first + i + 1;
+            let seen = width.min(span.start + i + 1);
             let whole = seen.next_multiple_of(EXPS);
             row[seen..whole].fill(T::LEAST);
             let max = max_of(&row[..whole]);
@@ -204,16 +228,17 @@ kernel! {
 /// Gradients of [`AttentionForward`].
 #[derive(Clone, Debug)]
 pub struct AttentionBackward {
-    /// `[B, T, (H + 2·KV)·D]`
-    pub qkv: Buffer,
+    /// As in forward.
+    pub qkv: [HeadsView; 3],
     /// `[B, T, H·D]`: of forward
     pub out: Buffer,
     /// `[B, H, T]`, f32 (f64 if `out` is): of forward
     pub lse: Buffer,
     /// `[B, T, H·D]`
     pub dout: Buffer,
-    /// `[B, T, (H + 2·KV)·D]`
-    pub dqkv: Buffer,
+    /// Of queries, keys and values: of keys that no query sees, zeros. Views of one buffer, or of buffers without a common
+    /// element.
+    pub dqkv: [HeadsView; 3],
     /// Sizes.
     pub shape: AttentionShape,
     /// As in forward.
@@ -224,30 +249,35 @@ impl Operation for AttentionBackward {
     const NAME: &'static str = "attention_backward";
 
     fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        by_dtype!(Self::NAME, self.dqkv.dtype(), S => self.compute::<S>(cpu))
+        by_dtype!(Self::NAME, self.out.dtype(), S => self.compute::<S>(cpu))
     }
 
     fn plan(&self) -> Result<Plan, DeviceError> {
         self.check()?;
-        expect_dtype(self.dqkv.dtype(), &[&self.qkv, &self.out, &self.dout])?;
+        let ([q, k, v], [dq, dk, dv]) = (buffers(&self.qkv), buffers(&self.dqkv));
+        let [dq_words, dk_words, dv_words] = self.dqkv.each_ref().map(|view| view.words(Self::NAME));
+        let all = [&self.out, &self.dout, q, k, v, dq, dk, dv];
+        expect_dtype(self.out.dtype(), &all)?;
         expect_dtype(DType::F32, &[&self.lse])?;
-        let buffers = [&self.dqkv, &self.qkv, &self.out, &self.dout];
-        let launches = Launches::new(Self::NAME, &BACKWARD, self.shape, &buffers)?.dropping(self.dropout);
+        let launches = Launches::new(Self::NAME, &BACKWARD, self.shape, &self.qkv, &all)?;
+        let launches = launches.dropping(self.dropout);
         // Numbers in f32 that the first kernel leaves of each query and head for the second.
         let on_tensor_cores = launches.on_tensor_cores();
         let left = if on_tensor_cores { 2 } else { 1 };
         let mut scratch = Scratch::default();
         let left = scratch.take(left * self.lse.len() * DType::F32.bytes());
-        let write = |call: Call| call.write([&self.dqkv]).scratch([left]);
+        let (dq_words, dkv_words) = (dq_words?, [dk_words?, dv_words?]);
         let queries = launches.call(&DQ, |call| {
-            write(call.read([&self.qkv, &self.out, &self.lse, &self.dout]))
+            let call = call.read([q, k, v, &self.out, &self.lse, &self.dout]);
+            call.write([dq]).scratch([left]).u64([dq_words])
         })?;
         let keys = launches.call(&DKV, |call| {
-            write(if on_tensor_cores {
-                call.read([&self.qkv, &self.dout])
+            let call = if on_tensor_cores {
+                call.read([q, k, v, &self.dout])
             } else {
-                call.read([&self.qkv, &self.lse, &self.dout])
-            })
+                call.read([q, k, v, &self.lse, &self.dout])
+            };
+            call.write([dk, dv]).scratch([left]).u64(dkv_words)
         })?;
         Ok(scratch.plan(vec![queries, keys]))
     }
@@ -255,39 +285,41 @@ impl Operation for AttentionBackward {
 
 impl AttentionBackward {
     fn check(&self) -> Result<(), DeviceError> {
-        let (channels, qkv_channels) = (self.shape.channels(), self.shape.qkv_channels());
+        let channels = self.shape.channels();
         self.shape.check(
             Self::NAME,
             &[
-                ("qkv", &self.qkv, qkv_channels),
                 ("out", &self.out, channels),
                 ("lse", &self.lse, self.shape.heads),
                 ("dout", &self.dout, channels),
-                ("dqkv", &self.dqkv, qkv_channels),
             ],
-        )
+        )?;
+        self.shape.check_views(Self::NAME, &self.qkv)?;
+        self.shape.check_views(Self::NAME, &self.dqkv)
     }
 
     fn compute<S: Stored>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
         self.check()?;
         let shape = self.shape;
         let (qkv, out, lse) = (
-            self.qkv.host::<S>()?,
+            host::<S>(&self.qkv)?,
             self.out.host::<S>()?,
             self.lse.host::<S::Real>()?,
         );
         let dout = self.dout.host::<S>()?;
-        let mut dqkv = self.dqkv.host_mut::<S>()?;
         let forward = Forward {
-            qkv: &qkv,
+            qkv: qkv.each_ref().map(|data| &**data),
             out: [&out, &dout],
             lse: &lse,
         };
-        let parts = dqkv
-            .chunks_mut(shape.positions * shape.qkv_channels())
-            .flat_map(|sample| groups_of(shape, sample))
-            .enumerate()
-            .collect();
+        // Of views of one buffer, only the first borrows it.
+        let is_first = |i: usize| (0..i).all(|j| !self.dqkv[i].buffer.same(&self.dqkv[j].buffer));
+        let borrowed = (0..3).filter(|&i| is_first(i)).map(|i| &self.dqkv[i]);
+        let mut borrowed = borrowed
+            .map(|view| Ok((view, view.buffer.host_mut::<S>()?)))
+            .collect::<Result<Vec<_>, DeviceError>>()?;
+        let parts = groups_of(shape, &self.dqkv, &mut borrowed);
+        let parts = parts.into_iter().enumerate().collect();
         let isa = cpu.isa();
         cpu.for_each_part(parts, |(i, group): (usize, GroupGradients<'_, S>)| {
             let [sample, kv_head] = [i / shape.kv_heads, i % shape.kv_heads];
@@ -310,11 +342,12 @@ impl AttentionBackward {
             S::write_copy(isa, &mut dv, false, |dv| {
                 for (member, mut dq) in dq.into_iter().enumerate() {
                     let pair = [sample, first_head + member];
-                    let mask = self.dropout.as_ref().map(|mask| (mask, pair));
+                    let mask = CausalMask::new(&self.qkv, self.dropout.as_ref(), pair);
                     let row = (sample * shape.heads + pair[1]) * shape.positions;
                     let lse = &forward.lse[row..][..shape.positions];
                     let outs = forward.out.map(|out| shape.head(out, pair));
-                    read_head(isa, shape.inputs(forward.qkv, pair), outs, |inputs, outs| {
+                    let inputs = shape.inputs(&self.qkv, forward.qkv, pair);
+                    read_head(isa, inputs, outs, |inputs, outs| {
                         S::write_matrix(isa, &mut dq, false, |dq| {
                             let head = AttentionHead {
                                 inputs,
@@ -332,10 +365,10 @@ impl AttentionBackward {
     }
 }
 
-/// What backward reads: `[B, T, (H + 2·KV)·D]`; forward's output and its gradient, `[B, T, H·D]`; `[B, H, T]`.
+/// What backward reads: queries, keys and values; forward's output and its gradient, `[B, T, H·D]`; `[B, H, T]`.
 #[derive(Clone, Copy)]
 struct Forward<'a, S: Stored> {
-    qkv: &'a [S],
+    qkv: [&'a [S]; 3],
     out: [&'a [S]; 2],
     lse: &'a [S::Real],
 }
@@ -347,18 +380,35 @@ struct GroupGradients<'a, T> {
     dv: MatrixMut<'a, T>,
 }
 
-/// Cuts `[T, (H + 2·KV)·D]` of one sample into the gradients of each head of keys and values, and of its queries.
-fn groups_of<T>(shape: AttentionShape, sample: &mut [T]) -> Vec<GroupGradients<'_, T>> {
-    let rows = MatrixMut::dense(sample, shape.positions, shape.qkv_channels());
-    let tiles = rows.tiles(shape.positions, shape.head_size);
-    let mut heads = tiles.into_iter().map(|tile| tile.out);
-    let mut dq: Vec<_> = heads.by_ref().take(shape.heads).collect();
-    let dk: Vec<_> = heads.by_ref().take(shape.kv_heads).collect();
-    let groups = dk.into_iter().zip(heads).map(|(dk, dv)| {
-        let dq = dq.drain(..shape.heads_per_kv()).collect();
-        GroupGradients { dq, dk, dv }
+/// Cuts the buffers of the views into the gradients of each head of keys and values, and of its queries.
+fn groups_of<'a, S: Stored>(
+    shape: AttentionShape,
+    [dq, dk, dv]: &[HeadsView; 3],
+    buffers: &'a mut [(&HeadsView, HostMut<'_, S>)],
+) -> Vec<GroupGradients<'a, S>> {
+    let cut = buffers.iter_mut().map(|(view, data)| {
+        let rows = data.len() / view.stride;
+        let tiles = MatrixMut::dense(data, rows, view.stride).tiles(view.rows(&shape), shape.head_size);
+        let heads: Vec<_> = tiles.into_iter().map(|tile| Some(tile.out)).collect();
+        (&view.buffer, heads)
     });
-    groups.collect()
+    let mut cut: Vec<_> = cut.collect();
+    let mut take = |view: &HeadsView, [sample, head]: [usize; 2]| {
+        let of_view = cut.iter_mut().find(|(buffer, _)| buffer.same(&view.buffer));
+        let at = (sample * view.stride + view.offset) / shape.head_size + head;
+        let head = of_view.and_then(|(_, heads)| heads[at].take());
+        head.expect("views of a buffer have no element in common")
+    };
+    let group = |i: usize| {
+        let (sample, kv_head, members) = (i / shape.kv_heads, i % shape.kv_heads, shape.heads_per_kv());
+        let heads = kv_head * members..(kv_head + 1) * members;
+        GroupGradients {
+            dq: heads.map(|head| take(dq, [sample, head])).collect(),
+            dk: take(dk, [sample, kv_head]),
+            dv: take(dv, [sample, kv_head]),
+        }
+    };
+    (0..shape.batch * shape.kv_heads).map(group).collect()
 }
 
 /// [`read_inputs`], and the numbers of two more matrices: 5·T·D.
@@ -384,7 +434,7 @@ struct AttentionHead<'a, T> {
     outs: [Matrix<'a, T>; 2],
     /// `[T]`
     lse: &'a [T],
-    mask: HeadMask<'a>,
+    mask: CausalMask<'a>,
 }
 
 impl<T: Real> AttentionHead<'_, T> {
@@ -413,53 +463,57 @@ impl<T: Real> AttentionHead<'_, T> {
         adds: bool,
     ) {
         let ([q, k, _], [out, dout], mask) = (self.inputs, self.outs, self.mask);
-        let positions = dq.row_count();
-        let (size, scale) = (
-            QUERIES.min(positions) * stride_of(positions),
-            scale(q.col_count()),
-        );
+        let (positions, key_count, past) = (dq.row_count(), dk.row_count(), mask.past());
+        let most = key_count.min(past + positions);
+        let (size, scale) = (QUERIES.min(positions) * stride_of(most), scale(q.col_count()));
+        for row in most..key_count {
+            for unseen in [dk.row_mut(row), dv.row_mut(row)] {
+                unseen.fill(T::ZERO);
+            }
+        }
         with_scratch::<T, _>(2 * size, |scratch| {
             let (probabilities, dscores) = scratch.split_at_mut(size);
             for first in (0..positions).step_by(QUERIES).rev() {
                 let end = positions.min(first + QUERIES);
                 let (tile, adds) = (first..end, adds || end < positions);
-                let (rows, stride) = (tile.len(), stride_of(end));
+                let seen = key_count.min(past + end);
+                let (rows, stride, span) = (tile.len(), stride_of(seen), past + first..seen);
                 let len = rows * stride;
                 let (probabilities, dscores) = (&mut probabilities[..len], &mut dscores[..len]);
                 let [q, dout, out] = [q, dout, out].map(|all| all.rows(tile.clone()));
-                scores(probabilities, end, q, keys, scale);
-                scores(dscores, end, dout, values, T::ONE);
-                drop_keys(mask, dscores, tile.clone());
+                scores(probabilities, span.clone(), q, keys, scale);
+                scores(dscores, span.clone(), dout, values, T::ONE);
+                mask.drop_keys(dscores, stride, span.clone());
                 let tiles = [&mut *probabilities, &mut *dscores];
-                softmax_rows_back(isa, tiles, [out, dout], first, &self.lse[tile.clone()]);
-                drop_keys(mask, probabilities, tile.clone());
-                let probabilities = Matrix::new(probabilities, rows, end, stride);
-                let dscores = Matrix::new(dscores, rows, end, stride);
-                weighted(&mut dq.rows_mut(tile), dscores, k);
-                product(&mut dk.rows_mut(0..end), dscores.transposed(), q, T::ONE, adds);
+                softmax_rows_back(isa, tiles, [out, dout], span.clone(), &self.lse[tile.clone()]);
+                mask.drop_keys(probabilities, stride, span);
+                let probabilities = Matrix::new(probabilities, rows, seen, stride);
+                let dscores = Matrix::new(dscores, rows, seen, stride);
+                weighted(&mut dq.rows_mut(tile), past + first, dscores, k);
+                product(&mut dk.rows_mut(0..seen), dscores.transposed(), q, T::ONE, adds);
                 let probabilities = probabilities.transposed();
-                product(&mut dv.rows_mut(0..end), probabilities, dout, T::ONE, adds);
+                product(&mut dv.rows_mut(0..seen), probabilities, dout, T::ONE, adds);
             }
         });
     }
 }
 
 kernel! {
-    /// `p = e^(score − lse)` and `dscore = p·(dp − Σ dout·out)·scale`, of queries from the first on. `tiles` are
-    /// `[queries, keys]`: scores, which become probabilities, and gradients of these, which become those of the scores. Whole
+    /// `p = e^(score − lse)` and `dscore = p·(dp − Σ dout·out)·scale`, of queries that see the keys of `span` as in
+    /// [`softmax_rows`]. `tiles` are `[queries, keys]`: scores, which become probabilities, and gradients of these, which become those of the scores. Whole
     /// blocks are computed, and what a query does not see becomes 0.
     fn softmax_rows_back<'a, T>(
         tiles: [&'a mut [T]; 2],
         outputs: [Matrix<'a, T>; 2],
-        first: usize,
+        span: Range<usize>,
         lse: &'a [T],
     ) -> () {
         let ([probabilities, dscores], [out, dout]) = (tiles, outputs);
-        let (width, stride, scale) = (first + lse.len(), probabilities.len() / lse.len(), scale::<T>(out.col_count()));
+        let (width, stride, scale) = (span.end, probabilities.len() / lse.len(), scale::<T>(out.col_count()));
         let rows = probabilities.chunks_exact_mut(stride).zip(dscores.chunks_exact_mut(stride));
         for (i, ((p, ds), &lse)) in rows.zip(lse).enumerate() {
             let along = sum_map2(dout.row(i), out.row(i), |d, o| d * o);
-            let seen = first + i + 1;
+            let seen = width.min(span.start + i + 1);
             let whole = seen.next_multiple_of(EXPS);
             let blocks = p[..whole].as_chunks_mut().0.iter_mut();
             for (p, ds) in blocks.zip(ds[..whole].as_chunks_mut::<EXPS>().0) {

@@ -5,9 +5,9 @@
 //! a GPU divides the keys: each block attends to a part of them, and a second kernel joins the parts (Flash-Decoding, Dao
 //! et al. 2023), so that one query of a long text keeps the whole GPU busy. The parts follow from the sizes alone.
 
-use super::causal::{head_forward, heads_of, read_inputs};
+use super::causal::{CausalMask, head_forward, heads_of, read_inputs};
 use super::launches::{FORWARD, Launches, OUT, check_head};
-use super::shape::{AttentionShape, scale};
+use super::shape::{AttentionShape, buffers, scale};
 use crate::cuda::{Define, Grid, KernelSource};
 use crate::memory::{Buffer, DType, DeviceError};
 use crate::ops::cpu::kernel::{by_dtype, with_scratch};
@@ -52,9 +52,10 @@ impl Operation for AttentionDecode {
         let mut scratch = Scratch::default();
         let mut calls = vec![append];
         if self.first_position == 0 {
-            let launches = Launches::new(Self::NAME, &FORWARD, self.shape, &[&self.out, &self.qkv])?;
+            let views = self.shape.views(&self.qkv);
+            let launches = Launches::new(Self::NAME, &FORWARD, self.shape, &views, &[&self.out, &self.qkv])?;
             let lse = scratch.take(self.shape.rows() * self.shape.heads * DType::F32.bytes());
-            let add = |call: Call| call.read([&self.qkv]).write([&self.out]).scratch([lse]);
+            let add = |call: Call| call.read(buffers(&views)).write([&self.out]).scratch([lse]);
             calls.push(launches.call(&OUT, add)?);
         } else {
             calls.extend(self.split_calls(act, capacity, &mut scratch)?);
@@ -104,10 +105,16 @@ impl AttentionDecode {
         let (qkv, keys, values) = (&*qkv, &*keys, &*values);
         let mut out = self.out.host_mut::<S>()?;
         let isa = cpu.isa();
+        let [queries, ..] = &shape.views(&self.qkv);
+        let mask = CausalMask {
+            first_query: first,
+            first_key: 0,
+            dropout: None,
+        };
         let parts = heads_of(shape, &mut out).enumerate().collect();
         cpu.for_each_part(parts, |(i, mut out): (usize, Tile<'_, S>)| {
             let (sample, head) = (i / shape.heads, i % shape.heads);
-            let [queries, ..] = shape.inputs(qkv, [sample, head]);
+            let queries = queries.head(&shape, qkv, [sample, head]);
             let first = head / shape.heads_per_kv() * shape.head_size;
             let cached = [keys, values].map(|cache: &[S]| {
                 let sample = &cache[sample * capacity * kv_channels..][..end * kv_channels];
@@ -116,7 +123,7 @@ impl AttentionDecode {
             read_inputs(isa, [queries, cached[0], cached[1]], |inputs| {
                 S::write_matrix(isa, &mut out.out, false, |out| {
                     with_scratch(shape.positions, |lse| {
-                        head_forward(isa, inputs, out, lse, None);
+                        head_forward(isa, inputs, out, lse, mask);
                     });
                 });
             });

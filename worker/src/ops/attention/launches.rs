@@ -4,7 +4,7 @@
 //! A kernel is compiled for the size of a head, for the number of heads of queries that share keys and values, and for a
 //! mask: where every head has its own and nothing is dropped, it pays for neither.
 
-use super::shape::{AttentionShape, scale};
+use super::shape::{AttentionShape, HeadsView, scale};
 use crate::cuda::{Define, Grid, KernelSource};
 use crate::memory::{Buffer, DType, DeviceError};
 use crate::ops::DropoutMask;
@@ -51,15 +51,15 @@ pub(super) struct Pass {
 
 pub(super) static FORWARD: Pass = Pass {
     source: &FLASH_FORWARD,
-    cuts: [cut(32, 4, 1, 64, 4), cut(64, 4, 2, 64, 2), cut(128, 4, 1, 64, 2)],
+    cuts: [cut(32, 4, 1, 4), cut(64, 4, 2, 2), cut(128, 4, 1, 2)],
 };
 
 pub(super) static BACKWARD: Pass = Pass {
     source: &FLASH_BACKWARD,
     cuts: [
-        cut(32, 4, 2, 64, 2).in_parts(32, 2),
-        cut(64, 4, 2, 64, 2).in_parts(32, 1),
-        cut(128, 4, 1, 64, 1).in_parts(32, 1),
+        cut(32, 4, 2, 2).in_parts(32, 2),
+        cut(64, 4, 2, 2).in_parts(32, 1),
+        cut(128, 4, 1, 1).in_parts(32, 1),
     ],
 };
 
@@ -89,6 +89,9 @@ impl Variant {
 /// Bytes of keys and values that the blocks in flight share through the L2 cache, a third of a small one.
 const GROUP_BYTES: usize = 16 << 20;
 
+/// Rows of the other operand that a flash kernel's block loads at once.
+const STEP: usize = 64;
+
 /// Widest head on a GPU.
 const MAX_HEAD: usize = 256;
 
@@ -98,19 +101,17 @@ struct TileCut {
     head: usize,
     warps: usize,
     row_tiles: usize,
-    step: usize,
     /// Blocks of a multiprocessor, which bounds the registers of a thread.
     blocks: usize,
     /// Backward: columns of scores at a time, and operands that stay in registers.
     part: Option<(usize, usize)>,
 }
 
-const fn cut(head: usize, warps: usize, row_tiles: usize, step: usize, blocks: usize) -> TileCut {
+const fn cut(head: usize, warps: usize, row_tiles: usize, blocks: usize) -> TileCut {
     TileCut {
         head,
         warps,
         row_tiles,
-        step,
         blocks,
         part: None,
     }
@@ -129,7 +130,7 @@ impl TileCut {
 
     /// Own rows, and two steps of two operands.
     const fn shared_bytes(self, own_tiles: usize) -> usize {
-        (own_tiles * self.rows() + 4 * self.step) * self.head * DType::Bf16.bytes()
+        (own_tiles * self.rows() + 4 * STEP) * self.head * DType::Bf16.bytes()
     }
 
     fn defines(self, variant: Variant) -> Vec<Define> {
@@ -138,7 +139,7 @@ impl TileCut {
             number("HEAD", self.head),
             number("WARPS", self.warps),
             number("ROW_TILES", self.row_tiles),
-            number("STEP", self.step),
+            number("STEP", STEP),
             number("BLOCKS", self.blocks),
         ];
         if let Some((part, resident)) = self.part {
@@ -166,32 +167,38 @@ fn plain_defines(act: &'static str, head: usize, variant: Variant) -> Vec<Define
 }
 
 /// What the launches of an attention have in common.
-pub(super) struct Launches {
+pub(super) struct Launches<'a> {
     op: &'static str,
     act: &'static str,
     shape: AttentionShape,
+    views: &'a [HeadsView; 3],
     mask: Option<DropoutMask>,
     /// None: the plain kernels.
     flash: Option<(&'static KernelSource, TileCut)>,
 }
 
-impl Launches {
-    /// Launches on activations of one type, the first's. Tensor cores can have them if they are bf16 and their rows start at
-    /// multiples of 16 bytes.
+impl<'a> Launches<'a> {
+    /// Launches on activations of one type, the first's. Tensor cores can have them if they are bf16, their rows start at
+    /// multiples of 16 bytes, and the tiles of queries at tiles of keys, with whole tiles of keys before the end.
     pub(super) fn new(
         op: &'static str,
         pass: &'static Pass,
         shape: AttentionShape,
+        views: &'a [HeadsView; 3],
         buffers: &[&Buffer],
     ) -> Result<Self, DeviceError> {
         let fits = |buffer: &&Buffer| buffer.dtype() == DType::Bf16 && is_aligned(buffer);
-        let fit = buffers.iter().all(fits);
+        let past = views[0].first_position - views[1].first_position;
+        let keys = views[1].rows(&shape);
+        let in_tiles = keys.is_multiple_of(STEP) || past + shape.positions <= keys;
+        let fit = buffers.iter().all(fits) && past.is_multiple_of(STEP) && in_tiles;
         let cut = pass.cuts.iter().find(|cut| fit && cut.head == shape.head_size);
         check_head(op, shape.head_size)?;
         Ok(Self {
             op,
             act: element(op, buffers[0])?,
             shape,
+            views,
             mask: None,
             flash: cut.map(|cut| (pass.source, *cut)),
         })
@@ -231,8 +238,17 @@ impl Launches {
 
     /// A block for each tile of rows of each head.
     fn grid(&self, owned: Owned, rows: usize, threads: usize) -> Result<Grid, DeviceError> {
-        let blocks = self.pairs(owned) * self.shape.positions.div_ceil(rows);
+        let own = match owned {
+            Owned::Queries => self.shape.positions,
+            Owned::Keys => self.keys(),
+        };
+        let blocks = self.pairs(owned) * own.div_ceil(rows);
         Ok(Grid::linear(count(self.op, "blocks", blocks)?, threads as u32))
+    }
+
+    /// Rows of keys of a sample.
+    fn keys(&self) -> usize {
+        self.views[1].rows(&self.shape)
     }
 
     /// Heads of all samples.
@@ -246,11 +262,11 @@ impl Launches {
 
     /// Heads whose blocks start together: what these read fits the L2 cache.
     fn group(&self, owned: Owned) -> usize {
-        let head = 2 * self.shape.positions * self.shape.head_size * DType::Bf16.bytes();
+        let head = |rows: usize| 2 * rows * self.shape.head_size * DType::Bf16.bytes();
         let shared = self.shape.heads_per_kv();
         let heads = match owned {
-            Owned::Queries => (GROUP_BYTES / head).max(1) * shared,
-            Owned::Keys => GROUP_BYTES / (head * shared),
+            Owned::Queries => (GROUP_BYTES / head(self.keys())).max(1) * shared,
+            Owned::Keys => GROUP_BYTES / (head(self.shape.positions) * shared),
         };
         heads.clamp(1, self.pairs(owned))
     }
@@ -258,15 +274,18 @@ impl Launches {
     /// Adds what all kernels take after their buffers.
     fn with_sizes(&self, call: Call, owned: Owned) -> Result<Call, DeviceError> {
         let (op, shape) = (self.op, self.shape);
-        // Within a sample, rows are found by 32-bit arithmetic.
-        count(op, "elements of a row", shape.qkv_channels())?;
-        let positions = count(op, "positions", shape.positions)?;
+        let [q, k, v] = self.views;
+        count(op, "positions", q.first_position + shape.positions)?;
+        let positions = [shape.positions, self.keys(), q.first_position, k.first_position];
+        count(op, "positions", self.keys())?;
+        let call = call.u64([q.words(op)?, k.words(op)?, v.words(op)?]);
+        let call = call.u32(positions.map(|number| number as u32));
         let heads = count(op, "heads", shape.heads)?;
         let pairs = count(op, "heads of all samples", self.pairs(owned))?;
         let group = count(op, "heads of a group", self.group(owned))?;
         let call = match self.flash {
-            Some(_) => call.u32([positions, heads, pairs, group]),
-            None => call.u32([positions, heads]),
+            Some(_) => call.u32([heads, pairs, group]),
+            None => call.u32([heads]),
         };
         let call = call.f32([scale(shape.head_size)]);
         Ok(call.with(self.mask.iter().flat_map(DropoutMask::args)))

@@ -1,12 +1,13 @@
-//! Attention over the heads of one fused activation, `[B, T, (H + 2·KV)·D]`: of each row the heads of queries, then
-//! those of keys, then those of values, as the fused projection of GPT-2 has them.
+//! Attention over views of the heads of queries, keys and values. The three may lie in one fused activation,
+//! `[B, T, (H + 2·KV)·D]`: of each row the heads of queries, then those of keys, then those of values, as the fused
+//! projection of GPT-2 has them. Or the queries are some of the positions, and the keys all of them.
 //!
 //! With fewer heads of keys and values than of queries (`KV < H`), each is read by `H / KV` heads of queries: grouped-
 //! query attention (Ainslie et al. 2023); with one, multi-query attention (Shazeer 2019).
 //!
 //! | file | what it is |
 //! |---|---|
-//! | `shape` | [`AttentionShape`]: sizes, and where a head lies |
+//! | `shape` | [`AttentionShape`], [`HeadsView`]: sizes, and where a head lies |
 //! | `causal` | [`AttentionForward`], [`AttentionBackward`]: in training |
 //! | `decode` | [`AttentionDecode`]: in generation, over a key-value cache |
 //! | `rotary` | [`Rotary`]: positions as rotations of queries and keys |
@@ -24,4 +25,4 @@ pub use causal::{AttentionBackward, AttentionForward};
 pub use decode::AttentionDecode;
 pub(crate) use launches::has_tensor_kernels;
 pub use rotary::{Rotary, RotaryEmbedding};
-pub use shape::AttentionShape;
+pub use shape::{AttentionShape, HeadsView};

@@ -1,6 +1,8 @@
 //! The keys of a head, and its values, as [`product`] reads them fastest: transposed, or copied without gaps, once a head
 //! instead of once a tile of queries.
 
+use std::ops::Range;
+
 use crate::ops::cpu::kernel::{Real, with_scratch};
 use crate::ops::cpu::matrix::{Matrix, MatrixMut, product};
 
@@ -94,16 +96,16 @@ fn transpose<T: Real>(keys: Matrix<'_, T>, panels: &mut [T]) {
     }
 }
 
-/// `out = factor · queries · keysᵀ`, a row each, with room behind it. The queries are the last of the `end` first
-/// positions; beyond the keys that a query sees, its row holds anything.
+/// `out = factor · queries · keysᵀ`, a row each, with room behind it. `span` begins at the last key that the first query
+/// sees, and ends behind those that any sees; beyond the keys that a query sees, its row holds anything.
 pub(super) fn scores<T: Real>(
     out: &mut [T],
-    end: usize,
+    span: Range<usize>,
     queries: Matrix<'_, T>,
     keys: Keys<'_, T>,
     factor: T,
 ) {
-    let count = queries.row_count();
+    let (count, end) = (queries.row_count(), span.end);
     let stride = out.len() / count;
     let (panels, channels) = match keys {
         Keys::Plain(keys) => {
@@ -121,7 +123,7 @@ pub(super) fn scores<T: Real>(
     for (panel, left) in panels.chunks_exact(PANEL * channels).zip((0..end).step_by(PANEL)) {
         for top in (0..count).step_by(ROWS) {
             let bottom = count.min(top + ROWS);
-            let seen = end - count + bottom;
+            let seen = end.min(span.start + bottom);
             let width = seen.saturating_sub(left).min(PANEL);
             if width == 0 {
                 continue;
@@ -133,13 +135,18 @@ pub(super) fn scores<T: Real>(
     }
 }
 
-/// `out = weights · values`. Rows of `weights` are queries, the last of the positions of its columns; a query has weight 0
-/// for later positions.
-pub(super) fn weighted<T: Real>(out: &mut MatrixMut<'_, T>, weights: Matrix<'_, T>, values: Matrix<'_, T>) {
+/// `out = weights · values`. Rows of `weights` are queries, of which the first sees the keys up to `first`; a query has
+/// weight 0 for later ones.
+pub(super) fn weighted<T: Real>(
+    out: &mut MatrixMut<'_, T>,
+    first: usize,
+    weights: Matrix<'_, T>,
+    values: Matrix<'_, T>,
+) {
     let (count, end) = (weights.row_count(), weights.col_count());
     for top in (0..count).step_by(ROWS) {
         let bottom = count.min(top + ROWS);
-        let seen = end - count + bottom;
+        let seen = end.min(first + bottom);
         let weights = weights.rows(top..bottom).cols(0..seen);
         product(
             &mut out.rows_mut(top..bottom),

@@ -14,6 +14,7 @@ const HEADERS: &[(&str, &str)] = &[
     ("elementwise.cuh", include_str!("elementwise.cuh")),
     ("row.cuh", include_str!("row.cuh")),
     ("dropout.cuh", include_str!("dropout.cuh")),
+    ("heads.cuh", include_str!("heads.cuh")),
     ("tensor_core.cuh", include_str!("tensor_core.cuh")),
     ("flash.cuh", include_str!("flash.cuh")),
     ("update.cuh", include_str!("update.cuh")),
