@@ -10,10 +10,7 @@
 
 #include "element.cuh"
 #include "dropout.cuh"
-
-#ifndef HEADS_PER_KV
-#define HEADS_PER_KV 1
-#endif
+#include "heads.cuh"
 
 constexpr u32 SIDE = TILE / 4;
 constexpr u32 THREADS = SIDE * SIDE;
@@ -142,40 +139,41 @@ __device__ __forceinline__ f32 row_max_of(f32 x) {
     return x;
 }
 
-// Which head of queries of which sample a block works on, and which tile of it. Where it owns keys, the head is the
+// Which head of queries of which sample a block works on, and its first row there. Where it owns keys, the head is the
 // first of those that share them.
 struct Place {
-    u32 sample, head, tile, channels, stride;
-    u64 q_at, k_at, v_at; // of the first row, in [B, T, (H + 2·KV)·HEAD]
-    u64 out_at;           // in [B, T, H·HEAD]
-    u64 rows_at;          // in [B, H, T]
+    u32 sample, head, kv_head, first, channels;
+    u64 out_at;  // of the first row, in [B, T, H·HEAD]
+    u64 rows_at; // in [B, H, T]
 
-    __device__ __forceinline__ Place(u32 positions, u32 heads, bool owns_keys) {
-        const u32 tiles = (positions + TILE - 1) / TILE, pair = blockIdx.x / tiles;
-        const u32 together = owns_keys ? HEADS_PER_KV : 1, kv_heads = heads / HEADS_PER_KV;
-        tile = blockIdx.x % tiles;
+    __device__ __forceinline__ Place(u32 queries, u32 owned, u32 heads, bool owns_keys) {
+        const u32 tiles = (owned + TILE - 1) / TILE, pair = blockIdx.x / tiles;
+        const u32 together = owns_keys ? HEADS_PER_KV : 1;
+        first = blockIdx.x % tiles * TILE;
         sample = pair / (heads / together);
         head = pair % (heads / together) * together;
+        kv_head = head / HEADS_PER_KV;
         channels = heads * HEAD;
-        stride = channels + 2 * kv_heads * HEAD;
-        const u64 row_at = (u64)sample * positions * stride;
-        q_at = row_at + head * HEAD;
-        k_at = row_at + head / HEADS_PER_KV * HEAD + channels;
-        v_at = k_at + kv_heads * HEAD;
-        out_at = (u64)sample * positions * channels + head * HEAD;
-        rows_at = (u64)pair * together * positions;
+        out_at = (u64)sample * queries * channels + head * HEAD;
+        rows_at = (u64)pair * together * queries;
     }
 };
 
-// qkv [B, T, (H + 2·KV)·HEAD], out [B, T, H·HEAD], lse [B, H, T]
+// Tiles of keys that the queries of a tile see.
+__device__ __forceinline__ u32 tiles_of_keys(u32 past, u32 first, u32 queries, u32 keys) {
+    return (min(past + min(first + TILE, queries), keys) + TILE - 1) / TILE;
+}
+
+// out [B, T, H·HEAD], lse [B, H, T]; T rows of queries
 extern "C" __global__ void __launch_bounds__(THREADS)
-attention_forward(const ACT *qkv, ACT *out, f32 *lse, u32 positions, u32 heads, f32 scale MASK_PARAMETERS) {
+attention_forward(const ACT *q, const ACT *k, const ACT *v, ACT *out, f32 *lse, SIZES, f32 scale MASK_PARAMETERS) {
     SHARED_WORDS(shared);
-    f32 *const queries = shared, *const others = queries + ROWS_OF_TILE, *const square = others + ROWS_OF_TILE;
-    const Place place(positions, heads, false);
-    const u32 first = place.tile * TILE;
-    const ACT *q = qkv + place.q_at, *k = qkv + place.k_at, *v = qkv + place.v_at;
-    load_rows(queries, q, place.stride, first, positions);
+    f32 *const own = shared, *const others = own + ROWS_OF_TILE, *const square = others + ROWS_OF_TILE;
+    const Place place(queries, queries, heads, false);
+    const u32 first = place.first;
+    k += k_view.at(place.sample, keys, place.kv_head);
+    v += v_view.at(place.sample, keys, place.kv_head);
+    load_rows(own, q + q_view.at(place.sample, queries, place.head), q_view.stride, first, queries);
     Sums sums;
     clear(sums);
     f32 top[4], sum[4];
@@ -183,19 +181,20 @@ attention_forward(const ACT *qkv, ACT *out, f32 *lse, u32 positions, u32 heads, 
         top[i] = LEAST;
         sum[i] = 0.0f;
     }
-    // From the diagonal back: every row meets a key that it sees in its first tile.
-    for (u32 tile = place.tile + 1; tile-- > 0;) {
+    // From the diagonal back. A row that sees no key of a tile forgets the tile with the first key that it sees.
+    for (u32 tile = tiles_of_keys(PAST, first, queries, keys); tile-- > 0;) {
         __syncthreads();
-        load_rows(others, k, place.stride, tile * TILE, positions);
+        load_rows(others, k, k_view.stride, tile * TILE, keys);
         __syncthreads();
         Square scores;
-        products(scores, queries, others);
+        products(scores, own, others);
         #pragma unroll
         for (u32 i = 0; i < 4; i++) {
             f32 greatest = top[i];
+            const u32 last = min(PAST + first + row_of(i), keys - 1);
             #pragma unroll
             for (u32 j = 0; j < 4; j++) {
-                const bool seen = tile * TILE + column_of(j) <= first + row_of(i);
+                const bool seen = tile * TILE + column_of(j) <= last;
                 scores[i][j] = seen ? scores[i][j] * scale : LEAST;
                 greatest = fmaxf(greatest, scores[i][j]);
             }
@@ -207,7 +206,8 @@ attention_forward(const ACT *qkv, ACT *out, f32 *lse, u32 positions, u32 heads, 
             for (u32 j = 0; j < 4; j++) {
                 scores[i][j] = expf(scores[i][j] - greatest);
                 sum[i] += scores[i][j];
-                scores[i][j] *= of_key(MASK, place.sample, place.head, first + row_of(i), tile * TILE + column_of(j));
+                scores[i][j] *= of_key(MASK, place.sample, place.head, first_query + first + row_of(i),
+                                       first_key + tile * TILE + column_of(j));
             }
             #pragma unroll
             for (u32 j = 0; j < PER_THREAD; j++) {
@@ -216,47 +216,48 @@ attention_forward(const ACT *qkv, ACT *out, f32 *lse, u32 positions, u32 heads, 
         }
         keep(square, scores);
         __syncthreads();
-        load_rows(others, v, place.stride, tile * TILE, positions);
+        load_rows(others, v, v_view.stride, tile * TILE, keys);
         __syncthreads();
         add_products(sums, square, others);
     }
     for (u32 i = 0; i < 4; i++) {
         const f32 all = row_sum_of(sum[i]);
         const u32 row = first + row_of(i);
-        if (threadIdx.x % SIDE == 0 && row < positions) {
+        if (threadIdx.x % SIDE == 0 && row < queries) {
             lse[place.rows_at + row] = top[i] + logf(all);
         }
         for (u32 j = 0; j < PER_THREAD; j++) {
             sums[i][j] /= all;
         }
     }
-    store_rows(out + place.out_at, sums, 1.0f, place.channels, first, positions);
+    store_rows(out + place.out_at, sums, 1.0f, place.channels, first, queries);
 }
 
-// dout [B, T, H·HEAD]; the queries' part of dqkv, as qkv; along [B, H, T]: Σ dout·out of each query and head.
+// dout [B, T, H·HEAD]; along [B, H, T]: Σ dout·out of each query and head.
 extern "C" __global__ void __launch_bounds__(THREADS)
-attention_dq(const ACT *qkv, const ACT *out, const f32 *lse, const ACT *dout, ACT *dqkv, f32 *along, u32 positions,
-             u32 heads, f32 scale MASK_PARAMETERS) {
+attention_dq(const ACT *q, const ACT *k, const ACT *v, const ACT *out, const f32 *lse, const ACT *dout, ACT *dq_to,
+             f32 *along, View dq_view, SIZES, f32 scale MASK_PARAMETERS) {
     SHARED_WORDS(shared);
-    f32 *const queries = shared, *const douts = queries + ROWS_OF_TILE, *const keys = douts + ROWS_OF_TILE;
-    f32 *const values = keys + ROWS_OF_TILE, *const square = values + ROWS_OF_TILE;
-    const Place place(positions, heads, false);
-    const u32 first = place.tile * TILE;
-    const ACT *q = qkv + place.q_at, *k = qkv + place.k_at, *v = qkv + place.v_at;
+    f32 *const own = shared, *const douts = own + ROWS_OF_TILE, *const others = douts + ROWS_OF_TILE;
+    f32 *const values = others + ROWS_OF_TILE, *const square = values + ROWS_OF_TILE;
+    const Place place(queries, queries, heads, false);
+    const u32 first = place.first;
+    k += k_view.at(place.sample, keys, place.kv_head);
+    v += v_view.at(place.sample, keys, place.kv_head);
     const u64 rows_at = place.rows_at;
-    load_rows(queries, q, place.stride, first, positions);
-    load_rows(douts, dout + place.out_at, place.channels, first, positions);
-    load_rows(keys, out + place.out_at, place.channels, first, positions);
+    load_rows(own, q + q_view.at(place.sample, queries, place.head), q_view.stride, first, queries);
+    load_rows(douts, dout + place.out_at, place.channels, first, queries);
+    load_rows(others, out + place.out_at, place.channels, first, queries);
     __syncthreads();
     f32 row_along[4], row_lse[4];
     for (u32 i = 0; i < 4; i++) {
         const u32 row = row_of(i);
         f32 x = 0.0f;
         for (u32 channel = threadIdx.x % SIDE; channel < HEAD; channel += SIDE) {
-            x = fmaf(douts[row * STRIDE + channel], keys[row * STRIDE + channel], x);
+            x = fmaf(douts[row * STRIDE + channel], others[row * STRIDE + channel], x);
         }
         row_along[i] = row_sum_of(x);
-        const bool there = first + row < positions;
+        const bool there = first + row < queries;
         row_lse[i] = there ? lse[rows_at + first + row] : 0.0f;
         if (threadIdx.x % SIDE == 0 && there) {
             along[rows_at + first + row] = row_along[i];
@@ -264,67 +265,72 @@ attention_dq(const ACT *qkv, const ACT *out, const f32 *lse, const ACT *dout, AC
     }
     Sums dq;
     clear(dq);
-    for (u32 tile = 0; tile <= place.tile; tile++) {
+    const u32 tiles = tiles_of_keys(PAST, first, queries, keys);
+    for (u32 tile = 0; tile < tiles; tile++) {
         __syncthreads();
-        load_rows(keys, k, place.stride, tile * TILE, positions);
-        load_rows(values, v, place.stride, tile * TILE, positions);
+        load_rows(others, k, k_view.stride, tile * TILE, keys);
+        load_rows(values, v, v_view.stride, tile * TILE, keys);
         __syncthreads();
         Square scores, dscores;
-        products(scores, queries, keys);
+        products(scores, own, others);
         products(dscores, douts, values);
         #pragma unroll
         for (u32 i = 0; i < 4; i++) {
+            const u32 last = min(PAST + first + row_of(i), keys - 1);
             #pragma unroll
             for (u32 j = 0; j < 4; j++) {
-                const bool seen = tile * TILE + column_of(j) <= first + row_of(i);
+                const bool seen = tile * TILE + column_of(j) <= last;
                 const f32 p = seen ? expf(scores[i][j] * scale - row_lse[i]) : 0.0f;
-                const f32 factor = of_key(MASK, place.sample, place.head, first + row_of(i), tile * TILE + column_of(j));
+                const f32 factor = of_key(MASK, place.sample, place.head, first_query + first + row_of(i),
+                                          first_key + tile * TILE + column_of(j));
                 dscores[i][j] = seen ? p * (dscores[i][j] * factor - row_along[i]) : 0.0f;
             }
         }
         keep(square, dscores);
         __syncthreads();
-        add_products(dq, square, keys);
+        add_products(dq, square, others);
     }
-    store_rows(dqkv + place.q_at, dq, scale, place.stride, first, positions);
+    store_rows(dq_to + dq_view.at(place.sample, queries, place.head), dq, scale, dq_view.stride, first, queries);
 }
 
-// The keys' and values' parts of dqkv: sums over the heads that share them, in their order; `along` as `attention_dq`
+// Gradients of keys and values: sums over the heads that share them, in their order; `along` as `attention_dq`
 // left it.
 extern "C" __global__ void __launch_bounds__(THREADS)
-attention_dkv(const ACT *qkv, const f32 *lse, const ACT *dout, ACT *dqkv, const f32 *along, u32 positions, u32 heads,
-              f32 scale MASK_PARAMETERS) {
+attention_dkv(const ACT *q, const ACT *k, const ACT *v, const f32 *lse, const ACT *dout, ACT *dk_to, ACT *dv_to,
+              const f32 *along, View dk_view, View dv_view, SIZES, f32 scale MASK_PARAMETERS) {
     SHARED_WORDS(shared);
-    f32 *const keys = shared, *const values = keys + ROWS_OF_TILE, *const queries = values + ROWS_OF_TILE;
-    f32 *const douts = queries + ROWS_OF_TILE, *const square = douts + ROWS_OF_TILE;
-    const Place place(positions, heads, true);
-    const u32 first = place.tile * TILE, tiles = (positions + TILE - 1) / TILE;
-    load_rows(keys, qkv + place.k_at, place.stride, first, positions);
-    load_rows(values, qkv + place.v_at, place.stride, first, positions);
+    f32 *const own = shared, *const values = own + ROWS_OF_TILE, *const others = values + ROWS_OF_TILE;
+    f32 *const douts = others + ROWS_OF_TILE, *const square = douts + ROWS_OF_TILE;
+    const Place place(queries, keys, heads, true);
+    const u32 first = place.first, tiles = (queries + TILE - 1) / TILE;
+    q += q_view.at(place.sample, queries, place.head);
+    load_rows(own, k + k_view.at(place.sample, keys, place.kv_head), k_view.stride, first, keys);
+    load_rows(values, v + v_view.at(place.sample, keys, place.kv_head), v_view.stride, first, keys);
     Sums dk, dv;
     clear(dk);
     clear(dv);
     #pragma unroll 1
     for (u32 member = 0; member < HEADS_PER_KV; member++) {
-        const ACT *q = qkv + place.q_at + member * HEAD, *d = dout + place.out_at + member * HEAD;
-        const u64 rows_at = place.rows_at + (u64)member * positions;
-        for (u32 tile = place.tile; tile < tiles; tile++) {
+        const ACT *d = dout + place.out_at + member * HEAD;
+        const u64 rows_at = place.rows_at + (u64)member * queries;
+        for (u32 tile = first > PAST ? (first - PAST) / TILE : 0; tile < tiles; tile++) {
             __syncthreads();
-            load_rows(queries, q, place.stride, tile * TILE, positions);
-            load_rows(douts, d, place.channels, tile * TILE, positions);
+            load_rows(others, q + member * HEAD, q_view.stride, tile * TILE, queries);
+            load_rows(douts, d, place.channels, tile * TILE, queries);
             __syncthreads();
             Square scores, dscores;
-            products(scores, keys, queries);
+            products(scores, own, others);
             products(dscores, values, douts);
             #pragma unroll
             for (u32 j = 0; j < 4; j++) {
                 const u32 query = tile * TILE + column_of(j);
-                const f32 query_lse = query < positions ? lse[rows_at + query] : 0.0f;
-                const f32 query_along = query < positions ? along[rows_at + query] : 0.0f;
+                const f32 query_lse = query < queries ? lse[rows_at + query] : 0.0f;
+                const f32 query_along = query < queries ? along[rows_at + query] : 0.0f;
                 #pragma unroll
                 for (u32 i = 0; i < 4; i++) {
-                    const bool seen = query < positions && first + row_of(i) <= query;
-                    const f32 factor = of_key(MASK, place.sample, place.head + member, query, first + row_of(i));
+                    const bool seen = query < queries && first + row_of(i) <= PAST + query;
+                    const f32 factor = of_key(MASK, place.sample, place.head + member, first_query + query,
+                                              first_key + first + row_of(i));
                     scores[i][j] = seen ? expf(scores[i][j] * scale - query_lse) : 0.0f;
                     dscores[i][j] = seen ? scores[i][j] * (dscores[i][j] * factor - query_along) : 0.0f;
                     scores[i][j] *= factor;
@@ -336,9 +342,9 @@ attention_dkv(const ACT *qkv, const f32 *lse, const ACT *dout, ACT *dqkv, const 
             __syncthreads();
             keep(square, dscores);
             __syncthreads();
-            add_products(dk, square, queries);
+            add_products(dk, square, others);
         }
     }
-    store_rows(dqkv + place.k_at, dk, scale, place.stride, first, positions);
-    store_rows(dqkv + place.v_at, dv, 1.0f, place.stride, first, positions);
+    store_rows(dk_to + dk_view.at(place.sample, keys, place.kv_head), dk, scale, dk_view.stride, first, keys);
+    store_rows(dv_to + dv_view.at(place.sample, keys, place.kv_head), dv, 1.0f, dv_view.stride, first, keys);
 }

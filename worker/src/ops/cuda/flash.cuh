@@ -9,10 +9,7 @@
 
 #include "tensor_core.cuh"
 #include "dropout.cuh"
-
-#ifndef HEADS_PER_KV
-#define HEADS_PER_KV 1
-#endif
+#include "heads.cuh"
 
 constexpr int THREADS = 32 * WARPS;
 constexpr int WARP_ROWS = 16 * ROW_TILES;
@@ -88,8 +85,8 @@ store_rows(f32 (&sums)[ROW_TILES][CHUNKS][4], u32 tile, bf16 *to, u32 stride, u3
     }
 }
 
-// Multiplies numbers of queries (rows) and keys (columns) by their factors. `query` is that of row 0 of the warp, `key`
-// that of column 0, a multiple of 16.
+// Multiplies numbers of queries (rows) and keys (columns) by their factors. `query` is the position of row 0 of the
+// warp, `key` that of column 0, a multiple of 16.
 template <int COLUMNS, class M>
 __device__ __forceinline__ void
 drop(f32 (&numbers)[ROW_TILES][COLUMNS][4], const M &mask, u32 sample, u32 head, u32 query, u32 key) {
@@ -111,9 +108,6 @@ drop(f32 (&numbers)[ROW_TILES][COLUMNS][4], const M &mask, u32 sample, u32 head,
         }
     }
 }
-
-// Channels of all heads of keys.
-__device__ __forceinline__ u32 kv_channels(u32 heads) { return heads / HEADS_PER_KV * HEAD; }
 
 // One head of one sample, and a place in the order of its tiles.
 struct Work {

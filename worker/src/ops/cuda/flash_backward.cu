@@ -175,36 +175,37 @@ of_pairs(f32 (&factors)[4], const M &mask, u32 sample, u32 head, u32 query, u32 
     }
 }
 
-// qkv, dqkv [B, T, (H + 2·KV)·HEAD]; out, dout [B, T, H·HEAD]; lse [B, H, T]; known [B·H, T], written. `pairs` = B·H.
+// out, dout [B, T, H·HEAD]; lse [B, H, T]; known [B·H, T], written; T rows of queries. `pairs` = B·H.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-flash_dq(const bf16 *qkv, const bf16 *out, const f32 *lse, const bf16 *dout, bf16 *dqkv, Known *known, u32 positions,
-         u32 heads, u32 pairs, u32 group, f32 scale MASK_PARAMETERS) {
+flash_dq(const bf16 *q, const bf16 *k, const bf16 *v, const bf16 *out, const f32 *lse, const bf16 *dout, bf16 *dq_to,
+         Known *known, View dq_view, SIZES, u32 pairs, u32 group, f32 scale MASK_PARAMETERS) {
     SHARED_BYTES(shared);
     __shared__ Known own[BLOCK_ROWS];
     const u32 q_tile = shared_address(shared), dout_tile = q_tile + BLOCK_ROWS * ROW_BYTES;
     const u32 steps_at = dout_tile + BLOCK_ROWS * ROW_BYTES;
-    const u32 tiles = (positions + BLOCK_ROWS - 1) / BLOCK_ROWS;
+    const u32 tiles = (queries + BLOCK_ROWS - 1) / BLOCK_ROWS;
     const Work work = work_of(pairs, tiles, group);
     const u32 first = (tiles - 1 - work.order) * BLOCK_ROWS;
-    const u32 channels = heads * HEAD, stride = channels + 2 * kv_channels(heads);
+    const u32 channels = heads * HEAD;
     const u32 sample = work.pair / heads, head = work.pair % heads;
-    const u64 rows_at = (u64)sample * positions * stride, in_at = rows_at + head * HEAD;
-    const u64 out_at = (u64)sample * positions * channels + head * HEAD;
-    const bf16 *k = qkv + rows_at + head / HEADS_PER_KV * HEAD + channels, *v = k + kv_channels(heads);
+    const u64 out_at = (u64)sample * queries * channels + head * HEAD;
+    q += q_view.at(sample, queries, head);
+    k += k_view.at(sample, keys, head / HEADS_PER_KV);
+    v += v_view.at(sample, keys, head / HEADS_PER_KV);
 
-    const u32 steps = (min(first + BLOCK_ROWS, positions) + STEP - 1) / STEP;
-    load_tile<BLOCK_ROWS>(q_tile, qkv + in_at, stride, first, positions);
-    load_tile<BLOCK_ROWS>(dout_tile, dout + out_at, channels, first, positions);
-    load_tile<STEP>(steps_at, k, stride, 0, positions);
-    load_tile<STEP>(steps_at + STEP_BYTES, v, stride, 0, positions);
+    const u32 steps = (min(PAST + min(first + BLOCK_ROWS, queries), keys) + STEP - 1) / STEP;
+    load_tile<BLOCK_ROWS>(q_tile, q, q_view.stride, first, queries);
+    load_tile<BLOCK_ROWS>(dout_tile, dout + out_at, channels, first, queries);
+    load_tile<STEP>(steps_at, k, k_view.stride, 0, keys);
+    load_tile<STEP>(steps_at + STEP_BYTES, v, v_view.stride, 0, keys);
 
     const u32 lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * WARP_ROWS;
-    const u32 query = first + warp_row;
-    know_rows(own + warp_row, out + out_at, dout + out_at, lse + (u64)work.pair * positions, channels, query, positions);
+    const u32 query = first + warp_row, seen = PAST + query;
+    know_rows(own + warp_row, out + out_at, dout + out_at, lse + (u64)work.pair * queries, channels, query, queries);
     __syncwarp();
     for (u32 row = lane; row < WARP_ROWS; row += 32) {
-        if (query + row < positions) {
-            known[(u64)work.pair * positions + query + row] = own[warp_row + row];
+        if (query + row < queries) {
+            known[(u64)work.pair * queries + query + row] = own[warp_row + row];
         }
     }
     Known mine[ROW_TILES][2];
@@ -222,22 +223,22 @@ flash_dq(const bf16 *qkv, const bf16 *out, const f32 *lse, const bf16 *dout, bf1
     clear(dq);
     const f32 scale_log2 = scale * LOG2_E;
     for (u32 step = 0; step < steps; step++) {
-        const u32 keys = steps_at + step % 2 * 2 * STEP_BYTES, values = keys + STEP_BYTES;
+        const u32 key_tile = steps_at + step % 2 * 2 * STEP_BYTES, value_tile = key_tile + STEP_BYTES;
         if (step + 1 < steps) {
             const u32 next = steps_at + (step + 1) % 2 * 2 * STEP_BYTES;
-            load_tile<STEP>(next, k, stride, (step + 1) * STEP, positions);
-            load_tile<STEP>(next + STEP_BYTES, v, stride, (step + 1) * STEP, positions);
+            load_tile<STEP>(next, k, k_view.stride, (step + 1) * STEP, keys);
+            load_tile<STEP>(next + STEP_BYTES, v, v_view.stride, (step + 1) * STEP, keys);
         }
         for (u32 part = 0; part < STEP; part += PART) {
             const u32 key = step * STEP + part;
-            if (key >= query + WARP_ROWS) {
+            if (key >= seen + WARP_ROWS) {
                 break;
             }
             Scores p, ds;
-            score(p, q_rows, keys, part);
-            score(ds, dout_rows, values, part);
-            drop(ds, MASK, sample, head, query, key);
-            const bool masked = key + PART > query + 1;
+            score(p, q_rows, key_tile, part);
+            score(ds, dout_rows, value_tile, part);
+            drop(ds, MASK, sample, head, first_query + query, first_key + key);
+            const bool masked = key + PART > seen + 1;
             #pragma unroll
             for (int m = 0; m < ROW_TILES; m++) {
                 #pragma unroll
@@ -247,7 +248,7 @@ flash_dq(const bf16 *qkv, const bf16 *out, const f32 *lse, const bf16 *dout, bf1
                         const Known &row = mine[m][i / 2];
                         f32 x = exp2_fast(fmaf(p[m][n][i], scale_log2, -row.lse_log2)) * (ds[m][n][i] - row.along);
                         if (masked) {
-                            const u32 r = query + 16 * m + i / 2 * 8 + lane / 4;
+                            const u32 r = seen + 16 * m + i / 2 * 8 + lane / 4;
                             const u32 c = key + 8 * n + lane % 4 * 2 + i % 2;
                             x = c > r ? 0.0f : x;
                         }
@@ -255,55 +256,56 @@ flash_dq(const bf16 *qkv, const bf16 *out, const f32 *lse, const bf16 *dout, bf1
                     }
                 }
             }
-            weigh(dq, ds, keys, part);
+            weigh(dq, ds, key_tile, part);
         }
         copies_done();
         __syncthreads();
     }
     scale_all(dq, scale);
-    store_rows(dq, q_tile, dqkv + in_at, stride, first, positions);
+    store_rows(dq, q_tile, dq_to + dq_view.at(sample, queries, head), dq_view.stride, first, queries);
 }
 
 // As above; `known` as `flash_dq` left it. Writes the gradients of keys and values, of which there are `pairs` = B·KV
 // heads: sums over the heads of queries that share them, in their order.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-flash_dkv(const bf16 *qkv, const bf16 *dout, bf16 *dqkv, const Known *known, u32 positions, u32 heads, u32 pairs,
-          u32 group, f32 scale MASK_PARAMETERS) {
+flash_dkv(const bf16 *q, const bf16 *k, const bf16 *v, const bf16 *dout, bf16 *dk_to, bf16 *dv_to, const Known *known,
+          View dk_view, View dv_view, SIZES, u32 pairs, u32 group, f32 scale MASK_PARAMETERS) {
     SHARED_BYTES(shared);
     alignas(16) __shared__ Known of_step[2][STEP];
     const u32 k_tile = shared_address(shared), v_tile = k_tile + BLOCK_ROWS * ROW_BYTES;
     const u32 steps_at = v_tile + BLOCK_ROWS * ROW_BYTES;
-    const u32 tiles = (positions + BLOCK_ROWS - 1) / BLOCK_ROWS;
+    const u32 tiles = (keys + BLOCK_ROWS - 1) / BLOCK_ROWS;
     const Work work = work_of(pairs, tiles, group);
     const u32 first = work.order * BLOCK_ROWS;
-    const u32 channels = heads * HEAD, stride = channels + 2 * kv_channels(heads);
+    const u32 channels = heads * HEAD;
     const u32 kv_heads = heads / HEADS_PER_KV;
     const u32 sample = work.pair / kv_heads, kv_head = work.pair % kv_heads, head = kv_head * HEADS_PER_KV;
-    const u64 rows_at = (u64)sample * positions * stride;
-    const u64 k_at = rows_at + kv_head * HEAD + channels, v_at = k_at + kv_channels(heads);
-    const bf16 *q = qkv + rows_at + head * HEAD;
-    dout += (u64)sample * positions * channels + head * HEAD;
-    known += (u64)work.pair * HEADS_PER_KV * positions;
+    q += q_view.at(sample, queries, head);
+    dout += (u64)sample * queries * channels + head * HEAD;
+    known += (u64)work.pair * HEADS_PER_KV * queries;
 
-    const u32 steps = (positions + STEP - 1) / STEP;
-    // The steps of a head begin at its first one; after its last follow those of the next head.
-    const u32 first_step = first / STEP, steps_of_head = steps - first_step;
+    const u32 steps = (queries + STEP - 1) / STEP;
+    // The steps of a head begin at the first whose queries see a key of the block; after its last follow those of the
+    // next head. There are none where all queries come before.
+    const u32 first_step = min(first > PAST ? (first - PAST) / STEP : 0, steps), steps_of_head = steps - first_step;
     const u32 end = first_step + HEADS_PER_KV * steps_of_head;
     const auto member_of = [&](u32 at) { return HEADS_PER_KV == 1 ? 0 : (at - first_step) / steps_of_head; };
     const auto load_step = [&](u32 at) {
         const u32 to = steps_at + at % 2 * 2 * STEP_BYTES;
         const u32 member = member_of(at), step = at - member * steps_of_head;
-        load_tile<STEP>(to, q + member * HEAD, stride, step * STEP, positions);
-        load_tile<STEP>(to + STEP_BYTES, dout + member * HEAD, channels, step * STEP, positions);
-        const Known *known_of_head = known + (u64)member * positions;
+        load_tile<STEP>(to, q + member * HEAD, q_view.stride, step * STEP, queries);
+        load_tile<STEP>(to + STEP_BYTES, dout + member * HEAD, channels, step * STEP, queries);
+        const Known *known_of_head = known + (u64)member * queries;
         for (u32 row = threadIdx.x; row < STEP; row += THREADS) {
-            const bool valid = step * STEP + row < positions;
+            const bool valid = step * STEP + row < queries;
             copy_pair(shared_address(&of_step[at % 2][row]), known_of_head + (valid ? step * STEP + row : 0), valid);
         }
     };
-    load_tile<BLOCK_ROWS>(k_tile, qkv + k_at, stride, first, positions);
-    load_tile<BLOCK_ROWS>(v_tile, qkv + v_at, stride, first, positions);
-    load_step(first_step);
+    load_tile<BLOCK_ROWS>(k_tile, k + k_view.at(sample, keys, kv_head), k_view.stride, first, keys);
+    load_tile<BLOCK_ROWS>(v_tile, v + v_view.at(sample, keys, kv_head), v_view.stride, first, keys);
+    if (first_step < end) {
+        load_step(first_step);
+    }
     copies_done();
     __syncthreads();
 
@@ -316,20 +318,20 @@ flash_dkv(const bf16 *qkv, const bf16 *dout, bf16 *dqkv, const Known *known, u32
     clear(dv);
     const f32 scale_log2 = scale * LOG2_E;
     for (u32 at = first_step; at < end; at++) {
-        const u32 queries = steps_at + at % 2 * 2 * STEP_BYTES, douts = queries + STEP_BYTES;
+        const u32 query_tile = steps_at + at % 2 * 2 * STEP_BYTES, dout_tile = query_tile + STEP_BYTES;
         const u32 member = member_of(at), step = at - member * steps_of_head;
         if (at + 1 < end) {
             load_step(at + 1);
         }
         for (u32 part = 0; part < STEP; part += PART) {
-            const u32 query = step * STEP + part;
-            if (query + PART <= key) {
+            const u32 query = step * STEP + part, seen = PAST + query;
+            if (seen + PART <= key) {
                 continue;
             }
             Scores p, ds;
-            score(p, k_rows, queries, part);
-            score(ds, v_rows, douts, part);
-            const bool masked = query < key + WARP_ROWS - 1;
+            score(p, k_rows, query_tile, part);
+            score(ds, v_rows, dout_tile, part);
+            const bool masked = seen < key + WARP_ROWS - 1;
             #pragma unroll
             for (int n = 0; n < COLUMNS; n++) {
                 // Of two columns: lse, along, lse, along.
@@ -337,14 +339,15 @@ flash_dkv(const bf16 *qkv, const bf16 *dout, bf16 *dqkv, const Known *known, u32
                 #pragma unroll
                 for (int m = 0; m < ROW_TILES; m++) {
                     f32 factors[4];
-                    of_pairs(factors, MASK, sample, head + member, query + 8 * n + lane % 4 * 2, key + 16 * m);
+                    const u32 position = first_query + query + 8 * n + lane % 4 * 2;
+                    of_pairs(factors, MASK, sample, head + member, position, first_key + key + 16 * m);
                     #pragma unroll
                     for (int i = 0; i < 4; i++) {
                         ds[m][n][i] = HAS_MASK ? ds[m][n][i] * factors[i] : ds[m][n][i];
                         f32 x = exp2_fast(fmaf(p[m][n][i], scale_log2, -(i % 2 ? both.z : both.x)));
                         if (masked) {
                             const u32 r = key + 16 * m + i / 2 * 8 + lane / 4;
-                            const u32 c = query + 8 * n + lane % 4 * 2 + i % 2;
+                            const u32 c = seen + 8 * n + lane % 4 * 2 + i % 2;
                             x = r > c ? 0.0f : x;
                         }
                         p[m][n][i] = HAS_MASK ? x * factors[i] : x;
@@ -352,13 +355,13 @@ flash_dkv(const bf16 *qkv, const bf16 *dout, bf16 *dqkv, const Known *known, u32
                     }
                 }
             }
-            weigh(dv, p, douts, part);
-            weigh(dk, ds, queries, part);
+            weigh(dv, p, dout_tile, part);
+            weigh(dk, ds, query_tile, part);
         }
         copies_done();
         __syncthreads();
     }
     scale_all(dk, scale);
-    store_rows(dk, k_tile, dqkv + k_at, stride, first, positions);
-    store_rows(dv, v_tile, dqkv + v_at, stride, first, positions);
+    store_rows(dk, k_tile, dk_to + dk_view.at(sample, keys, kv_head), dk_view.stride, first, keys);
+    store_rows(dv, v_tile, dv_to + dv_view.at(sample, keys, kv_head), dv_view.stride, first, keys);
 }

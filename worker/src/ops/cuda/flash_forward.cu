@@ -2,9 +2,10 @@
 //
 // A block owns `BLOCK_ROWS` queries of one head, a warp `WARP_ROWS` of them. It walks the keys from the diagonal back
 // to the first in steps of `STEP`, keeping the running maximum and sum of each query's softmax; the next step's keys and
-// values are on their way meanwhile. Scores exist in registers only.
+// values are on their way meanwhile. Scores exist in registers only. Keys before that of the first query fill whole
+// steps, so that every row meets a key that it sees in its first step.
 //
-// FLOP: 4·HEAD a (query, key) pair, T·(T + 1)/2 pairs a head. Bytes: qkv and out once, and lse; keys and values again
+// FLOP: 4·HEAD a (query, key) pair, T·(T + 1)/2 pairs a head of T positions. Bytes: q, k, v and out once, and lse; keys and values again
 // for each block of queries, from the L2 cache.
 
 #include "flash.cuh"
@@ -106,7 +107,7 @@ __device__ __forceinline__ void weigh(Queries &queries, const f32 (&scores)[ROW_
     }
 }
 
-// Keys after a query count nothing. `query` is that of row 0 of the warp, `key` that of column 0.
+// Keys after a query count nothing. `query` is the last key that row 0 of the warp sees, `key` that of column 0.
 __device__ __forceinline__ void mask(f32 (&scores)[ROW_TILES][COLUMNS][4], u32 query, u32 key) {
     const u32 lane = threadIdx.x % 32;
     #pragma unroll
@@ -123,71 +124,69 @@ __device__ __forceinline__ void mask(f32 (&scores)[ROW_TILES][COLUMNS][4], u32 q
     }
 }
 
-// qkv [B, T, (H + 2·KV)·HEAD], out [B, T, H·HEAD], lse [B, H, T]; `pairs` = B·H, `group` heads go together, `scale` =
-// 1/√HEAD.
+// out [B, T, H·HEAD], lse [B, H, T], T rows of queries; `pairs` = B·H, `group` heads go together, `scale` = 1/√HEAD.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-flash_forward(const bf16 *qkv, bf16 *out, f32 *lse, u32 positions, u32 heads, u32 pairs, u32 group,
+flash_forward(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, f32 *lse, SIZES, u32 pairs, u32 group,
               f32 scale MASK_PARAMETERS) {
     SHARED_BYTES(shared);
     const u32 tile = shared_address(shared);
     const u32 steps_at = tile + BLOCK_ROWS * ROW_BYTES;
-    const u32 tiles = (positions + BLOCK_ROWS - 1) / BLOCK_ROWS;
+    const u32 tiles = (queries + BLOCK_ROWS - 1) / BLOCK_ROWS;
     const Work work = work_of(pairs, tiles, group);
     const u32 first = (tiles - 1 - work.order) * BLOCK_ROWS;
-    const u32 channels = heads * HEAD, stride = channels + 2 * kv_channels(heads);
     const u32 sample = work.pair / heads, head = work.pair % heads;
-    const bf16 *rows = qkv + (u64)sample * positions * stride;
-    const bf16 *q = rows + head * HEAD;
-    const bf16 *k = rows + head / HEADS_PER_KV * HEAD + channels, *v = k + kv_channels(heads);
+    q += q_view.at(sample, queries, head);
+    k += k_view.at(sample, keys, head / HEADS_PER_KV);
+    v += v_view.at(sample, keys, head / HEADS_PER_KV);
 
-    const u32 last_row = min(first + BLOCK_ROWS, positions) - 1;
-    int step = (int)(last_row / STEP);
-    load_tile<BLOCK_ROWS>(tile, q, stride, first, positions);
-    load_tile<STEP>(steps_at, k, stride, step * STEP, positions);
-    load_tile<STEP>(steps_at + STEP_BYTES, v, stride, step * STEP, positions);
+    const u32 last_key = min(PAST + min(first + BLOCK_ROWS, queries), keys) - 1;
+    int step = (int)(last_key / STEP);
+    load_tile<BLOCK_ROWS>(tile, q, q_view.stride, first, queries);
+    load_tile<STEP>(steps_at, k, k_view.stride, step * STEP, keys);
+    load_tile<STEP>(steps_at + STEP_BYTES, v, v_view.stride, step * STEP, keys);
     copies_done();
     __syncthreads();
 
     const u32 lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * WARP_ROWS;
-    const u32 query = first + warp_row;
-    Queries queries;
+    const u32 query = first + warp_row, seen = PAST + query;
+    Queries own;
     #pragma unroll
     for (int m = 0; m < ROW_TILES; m++) {
         #pragma unroll
         for (int c = 0; c < HEAD / 16; c++) {
-            load_left(queries.left[m][c], tile, warp_row + 16 * m, c);
+            load_left(own.left[m][c], tile, warp_row + 16 * m, c);
         }
         #pragma unroll
         for (int half = 0; half < 2; half++) {
-            queries.top[m][half] = -__uint_as_float(0x7f800000u);
-            queries.sum[m][half] = 0.0f;
+            own.top[m][half] = -__uint_as_float(0x7f800000u);
+            own.sum[m][half] = 0.0f;
         }
         #pragma unroll
         for (int n = 0; n < CHUNKS; n++) {
             #pragma unroll
             for (int i = 0; i < 4; i++) {
-                queries.out[m][n][i] = 0.0f;
+                own.out[m][n][i] = 0.0f;
             }
         }
     }
     const f32 scale_log2 = scale * LOG2_E;
     for (u32 stage = 0; step >= 0; step--, stage ^= 1) {
-        const u32 keys = steps_at + stage * 2 * STEP_BYTES;
+        const u32 here = steps_at + stage * 2 * STEP_BYTES;
         const u32 next = steps_at + (stage ^ 1) * 2 * STEP_BYTES;
         if (step > 0) {
-            load_tile<STEP>(next, k, stride, (step - 1) * STEP, positions);
-            load_tile<STEP>(next + STEP_BYTES, v, stride, (step - 1) * STEP, positions);
+            load_tile<STEP>(next, k, k_view.stride, (step - 1) * STEP, keys);
+            load_tile<STEP>(next + STEP_BYTES, v, v_view.stride, (step - 1) * STEP, keys);
         }
         // A warp passes over steps whose keys all come after its queries.
-        if (step * STEP <= query) {
+        if (step * STEP <= seen) {
             f32 scores[ROW_TILES][COLUMNS][4];
-            score(scores, queries, keys);
-            if ((step + 1) * STEP > query + 1) {
-                mask(scores, query, step * STEP);
+            score(scores, own, here);
+            if ((step + 1) * STEP > seen + 1) {
+                mask(scores, seen, step * STEP);
             }
-            exponentiate(scores, queries, scale_log2);
-            drop(scores, MASK, sample, head, query, step * STEP);
-            weigh(queries, scores, keys + STEP_BYTES);
+            exponentiate(scores, own, scale_log2);
+            drop(scores, MASK, sample, head, first_query + query, first_key + step * STEP);
+            weigh(own, scores, here + STEP_BYTES);
         }
         copies_done();
         __syncthreads();
@@ -196,21 +195,21 @@ flash_forward(const bf16 *qkv, bf16 *out, f32 *lse, u32 positions, u32 heads, u3
     for (int m = 0; m < ROW_TILES; m++) {
         #pragma unroll
         for (int half = 0; half < 2; half++) {
-            f32 sum = queries.sum[m][half];
+            f32 sum = own.sum[m][half];
             sum += __shfl_xor_sync(ALL_LANES, sum, 1);
             sum += __shfl_xor_sync(ALL_LANES, sum, 2);
             const u32 row = query + 16 * m + 8 * half + lane / 4;
-            if (lane % 4 == 0 && row < positions) {
-                lse[(u64)work.pair * positions + row] = queries.top[m][half] * scale + __logf(sum);
+            if (lane % 4 == 0 && row < queries) {
+                lse[(u64)work.pair * queries + row] = own.top[m][half] * scale + __logf(sum);
             }
             const f32 share = 1.0f / sum;
             #pragma unroll
             for (int n = 0; n < CHUNKS; n++) {
-                queries.out[m][n][2 * half] *= share;
-                queries.out[m][n][2 * half + 1] *= share;
+                own.out[m][n][2 * half] *= share;
+                own.out[m][n][2 * half + 1] *= share;
             }
         }
     }
-    bf16 *to = out + (u64)sample * positions * channels + head * HEAD;
-    store_rows(queries.out, tile, to, channels, first, positions);
+    bf16 *to = out + ((u64)sample * queries * heads + head) * HEAD;
+    store_rows(own.out, tile, to, heads * HEAD, first, queries);
 }
