@@ -117,7 +117,7 @@ impl Llama {
         };
         bench.row("grouped-query attention", work, || {
             Ok(AttentionForward {
-                qkv: bench.act(n_qkv)?,
+                qkv: shape.views(&bench.act(n_qkv)?),
                 out: bench.act(n)?,
                 lse: lse()?,
                 shape,
@@ -130,11 +130,11 @@ impl Llama {
         };
         bench.row("  gradient", work, || {
             Ok(AttentionBackward {
-                qkv: bench.act(n_qkv)?,
+                qkv: shape.views(&bench.act(n_qkv)?),
                 out: bench.act(n)?,
                 lse: lse()?,
                 dout: bench.act(n)?,
-                dqkv: bench.act(n_qkv)?,
+                dqkv: shape.views(&bench.act(n_qkv)?),
                 shape,
                 dropout: None,
             })

@@ -105,7 +105,7 @@ impl Model {
         };
         bench.row("attention", work, || {
             Ok(AttentionForward {
-                qkv: bench.act(3 * n)?,
+                qkv: shape.views(&bench.act(3 * n)?),
                 out: bench.act(n)?,
                 lse: lse()?,
                 shape,
@@ -118,11 +118,11 @@ impl Model {
         };
         bench.row("  gradient", work, || {
             Ok(AttentionBackward {
-                qkv: bench.act(3 * n)?,
+                qkv: shape.views(&bench.act(3 * n)?),
                 out: bench.act(n)?,
                 lse: lse()?,
                 dout: bench.act(n)?,
-                dqkv: bench.act(3 * n)?,
+                dqkv: shape.views(&bench.act(3 * n)?),
                 shape,
                 dropout: None,
             })

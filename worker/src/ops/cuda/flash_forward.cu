@@ -5,8 +5,8 @@
 // values are on their way meanwhile. Scores exist in registers only. Keys before that of the first query fill whole
 // steps, so that every row meets a key that it sees in its first step.
 //
-// FLOP: 4·HEAD a (query, key) pair, T·(T + 1)/2 pairs a head of T positions. Bytes: q, k, v and out once, and lse; keys and values again
-// for each block of queries, from the L2 cache.
+// FLOP: 4·HEAD a (query, key) pair, T·(T + 1)/2 pairs a head of T positions. Bytes: q, k, v and out once, and lse; keys
+// and values again for each block of queries, from the L2 cache.
 
 #include "flash.cuh"
 

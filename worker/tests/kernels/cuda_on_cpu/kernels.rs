@@ -174,19 +174,20 @@ fn attention_fits_into_the_shared_memory_of_every_card() {
         for head in [32, 64, 80, 96, 128, 176] {
             let (heads, positions) = (2, 8);
             let channels = heads * head;
+            let shape = AttentionShape {
+                batch: 1,
+                positions,
+                heads,
+                kv_heads: heads,
+                head_size: head,
+            };
             let backward = AttentionBackward {
-                qkv: buffer(dtype, 3 * channels * positions),
+                qkv: shape.views(&buffer(dtype, 3 * channels * positions)),
                 out: buffer(dtype, channels * positions),
                 lse: buffer(DType::F32, heads * positions),
                 dout: buffer(dtype, channels * positions),
-                dqkv: buffer(dtype, 3 * channels * positions),
-                shape: AttentionShape {
-                    batch: 1,
-                    positions,
-                    heads,
-                    kv_heads: heads,
-                    head_size: head,
-                },
+                dqkv: shape.views(&buffer(dtype, 3 * channels * positions)),
+                shape,
                 dropout: None,
             };
             for call in plan(&backward.into()).unwrap().unwrap().calls {

@@ -1,9 +1,9 @@
 //! Attention in training and over a key-value cache, and rotations of queries and keys.
 
 use ddp_worker::config::RopeScaling;
-use ddp_worker::device::DType;
+use ddp_worker::device::{Buffer, DType};
 use ddp_worker::ops::{
-    AttentionBackward, AttentionDecode, AttentionForward, AttentionShape, DropoutMask, Rotary,
+    AttentionBackward, AttentionDecode, AttentionForward, AttentionShape, DropoutMask, HeadsView, Rotary,
     RotaryEmbedding,
 };
 
@@ -57,7 +57,85 @@ pub(super) fn attention(size: Size) -> Vec<Case> {
             }
         }
     }
+    // After the first key: the last queries, some that see no later key, and some after the last key.
+    let stretches = [
+        ("attention", [2, 40, 6, 2, 5], 77, [37, 0]),
+        ("flash attention", [1, 66, 2, 1, 64], 130, [64, 0]),
+        ("flash attention", [1, 20, 2, 1, 64], 130, [0, 0]),
+        ("flash attention", [1, 20, 2, 1, 64], 64, [144, 16]),
+    ];
+    for (name, sizes, keys, firsts) in stretches {
+        for rate in [0.0, 0.25] {
+            cases.extend(apart(name, shape(sizes), keys, firsts, rate));
+        }
+    }
     cases
+}
+
+/// Queries, and keys and values, in buffers of their own, from these positions on.
+fn apart(name: &str, shape: AttentionShape, keys: usize, firsts: [usize; 2], rate: f32) -> [Case; 2] {
+    let [n, n_kv] = [
+        shape.rows() * shape.channels(),
+        shape.batch * keys * 2 * shape.kv_channels(),
+    ];
+    let views = move |q: &Buffer, kv: &Buffer| {
+        let view = |buffer: &Buffer, [stride, offset, first_position]: [usize; 3]| HeadsView {
+            buffer: buffer.clone(),
+            stride,
+            offset,
+            first_position,
+        };
+        let (channels, kv_channels) = (shape.channels(), shape.kv_channels());
+        [
+            view(q, [channels, 0, firsts[0]]),
+            view(kv, [2 * kv_channels, 0, firsts[1]]),
+            view(kv, [2 * kv_channels, kv_channels, firsts[1]]),
+        ]
+    };
+    let seen = |row: usize| (firsts[0] - firsts[1] + row % shape.positions + 1).min(keys);
+    let lse = (0..shape.rows() * shape.heads).map(|row| (seen(row) as f64).ln() + 0.2);
+    let [q, kv] = [
+        tensor(Kind::Act, 1, n, Outcome::Same),
+        tensor(Kind::Act, 2, n_kv, Outcome::Same),
+    ];
+    let forward = vec![
+        q.clone(),
+        kv.clone(),
+        tensor(Kind::Act, 3, n, Outcome::Products),
+        tensor(F32, 4, shape.rows() * shape.heads, Outcome::Products),
+    ];
+    let backward = vec![
+        q,
+        kv,
+        tensor(Kind::Act, 3, n, Outcome::Same),
+        Tensor::new(F32, lse.collect()),
+        tensor(Kind::Act, 5, n, Outcome::Same),
+        tensor(Kind::Act, 6, n, Outcome::Products),
+        tensor(Kind::Act, 7, n_kv, Outcome::Products).of_sections(vec![shape.kv_channels(); 2]),
+    ];
+    let which = format!("of {shape:?} over {keys} keys, first positions {firsts:?}, dropout {rate}");
+    [
+        Case::new(format!("{name} forward {which}"), forward, move |b| {
+            AttentionForward {
+                qkv: views(&b[0], &b[1]),
+                out: b[2].clone(),
+                lse: b[3].clone(),
+                shape,
+                dropout: mask(rate),
+            }
+        }),
+        Case::new(format!("{name} backward {which}"), backward, move |b| {
+            AttentionBackward {
+                qkv: views(&b[0], &b[1]),
+                out: b[2].clone(),
+                lse: b[3].clone(),
+                dout: b[4].clone(),
+                dqkv: views(&b[5], &b[6]),
+                shape,
+                dropout: mask(rate),
+            }
+        }),
+    ]
 }
 
 const fn shape([batch, positions, heads, kv_heads, head_size]: [usize; 5]) -> AttentionShape {
@@ -89,7 +167,7 @@ fn attention_forward(name: &str, shape: AttentionShape, rate: f32) -> Case {
         format!("{name} forward of {shape:?}, dropout {rate}"),
         tensors,
         move |b| AttentionForward {
-            qkv: b[0].clone(),
+            qkv: shape.views(&b[0]),
             out: b[1].clone(),
             lse: b[2].clone(),
             shape,
@@ -119,11 +197,11 @@ fn attention_backward(name: &str, shape: AttentionShape, rate: f32) -> Case {
         format!("{name} backward of {shape:?}, dropout {rate}"),
         tensors,
         move |b| AttentionBackward {
-            qkv: b[0].clone(),
+            qkv: shape.views(&b[0]),
             out: b[1].clone(),
             lse: b[2].clone(),
             dout: b[3].clone(),
-            dqkv: b[4].clone(),
+            dqkv: shape.views(&b[4]),
             shape,
             dropout: mask(rate),
         },

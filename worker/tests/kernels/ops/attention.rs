@@ -1,7 +1,10 @@
 //! Attention against the formula, written out; over a cache against attention over everything at once; rotations.
 
 use ddp_worker::device::{Buffer, DType};
-use ddp_worker::ops::{AttentionDecode, AttentionForward, AttentionShape, Rotary, RotaryEmbedding};
+use ddp_worker::ops::{
+    AttentionBackward, AttentionDecode, AttentionForward, AttentionShape, DropoutMask, HeadsView, Rotary,
+    RotaryEmbedding,
+};
 
 use super::rig::{Rig, assert_close, numbers, numbers_f32, values};
 
@@ -42,7 +45,7 @@ fn forward(rig: &Rig, qkv: &Buffer, shape: AttentionShape) -> [Buffer; 2] {
     let out = rig.empty(qkv.dtype(), shape.rows() * shape.channels());
     let lse = rig.empty(stat, shape.rows() * shape.heads);
     rig.run(AttentionForward {
-        qkv: qkv.clone(),
+        qkv: shape.views(qkv),
         out: out.clone(),
         lse: lse.clone(),
         shape,
@@ -100,6 +103,80 @@ fn large_scores_do_not_overflow() {
     let qkv: Vec<f32> = numbers_f32(1, 80 * 12).iter().map(|x| 100.0 * x).collect();
     let [out, _] = forward(&rig, &rig.buffer(&qkv), shape([1, 80, 1, 1, 4]));
     assert!(values::<f32>(&out).iter().all(|x| x.abs() <= 100.0));
+}
+
+/// Rows of `x`, `[batch, T, width]`, from position `from` to `to` of each sample.
+fn stretch(x: &[f32], [batch, width, from, to]: [usize; 4]) -> Vec<f32> {
+    let samples = x.chunks(x.len() / batch);
+    samples
+        .flat_map(|sample| sample[from * width..to * width].to_vec())
+        .collect()
+}
+
+/// The queries in two calls over all keys: the rows of one call bit by bit; the gradients of keys and values add up.
+#[test]
+fn queries_of_a_stretch_have_the_bits_of_all() {
+    let (rig, dropout) = (Rig::new(), Some(DropoutMask::new(3, 1, 1, 17, 0.3)));
+    let shape = shape([2, 200, 4, 2, 16]);
+    let (batch, heads, channels, wide) = (2, 4, shape.channels(), shape.qkv_channels());
+    let (qkv, dout) = (
+        numbers_f32(7, shape.rows() * wide),
+        numbers_f32(8, shape.rows() * channels),
+    );
+    // Output, lse, gradients of queries, and of keys and values, of the queries from one position to another.
+    let call = |from: usize, to: usize| {
+        let of_call = AttentionShape {
+            positions: to - from,
+            ..shape
+        };
+        let queries = |buffer: Buffer| HeadsView {
+            buffer,
+            stride: wide,
+            offset: 0,
+            first_position: from,
+        };
+        let (all, own) = (rig.buffer(&qkv), rig.buffer(&stretch(&qkv, [batch, wide, from, to])));
+        let [_, k, v] = shape.views(&all);
+        let inputs = [queries(own.clone()), k, v];
+        let out = rig.empty(DType::F32, of_call.rows() * channels);
+        let lse = rig.empty(DType::F32, of_call.rows() * heads);
+        rig.run(AttentionForward {
+            qkv: inputs.clone(),
+            out: out.clone(),
+            lse: lse.clone(),
+            shape: of_call,
+            dropout,
+        });
+        let (dq, dkv) = (rig.empty(DType::F32, own.len()), rig.empty(DType::F32, all.len()));
+        let [_, dk, dv] = shape.views(&dkv);
+        rig.run(AttentionBackward {
+            qkv: inputs,
+            out: out.clone(),
+            lse: lse.clone(),
+            dout: rig.buffer(&stretch(&dout, [batch, channels, from, to])),
+            dqkv: [queries(dq.clone()), dk, dv],
+            shape: of_call,
+            dropout,
+        });
+        [out, lse, dq, dkv].map(|buffer| values::<f32>(&buffer))
+    };
+    let whole = call(0, 200);
+    // Whole tiles of queries before the cut.
+    let parts = [(0, 128), (128, 200)].map(|(from, to)| (from, to, call(from, to)));
+    for (from, to, part) in &parts {
+        for (i, samples, width) in [
+            (0, batch, channels),
+            (1, batch * heads, 1),
+            (2, batch, wide),
+        ] {
+            let expected = stretch(&whole[i], [samples, width, *from, *to]);
+            assert_eq!(part[i], expected, "result {i} of the queries {from}..{to}");
+        }
+    }
+    for (i, expected) in whole[3].iter().enumerate() {
+        let sum: f32 = parts.iter().map(|(.., part)| part[3][i]).sum();
+        assert_close(f64::from(sum), f64::from(*expected), 1e-5, "gradient of keys and values");
+    }
 }
 
 /// A cache with room for 100 positions, and what came of every position when they were decoded in steps.

@@ -169,7 +169,7 @@ fn attention_gradients(kv_heads: usize, dropout: Option<DropoutMask>) {
         );
         let qkv = rig.buffer(qkv);
         rig.run(AttentionForward {
-            qkv: qkv.clone(),
+            qkv: shape.views(&qkv),
             out: out.clone(),
             lse: lse.clone(),
             shape,
@@ -181,11 +181,11 @@ fn attention_gradients(kv_heads: usize, dropout: Option<DropoutMask>) {
         let [qkv, out, lse] = run_forward(&inputs[0]);
         let dqkv = rig.empty(DType::F64, rows * shape.qkv_channels());
         rig.run(AttentionBackward {
-            qkv,
+            qkv: shape.views(&qkv),
             out,
             lse,
             dout: rig.buffer(dout),
-            dqkv: dqkv.clone(),
+            dqkv: shape.views(&dqkv),
             shape,
             dropout,
         });
