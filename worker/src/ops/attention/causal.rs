@@ -255,7 +255,7 @@ impl Operation for AttentionBackward {
     fn plan(&self) -> Result<Plan, DeviceError> {
         self.check()?;
         let ([q, k, v], [dq, dk, dv]) = (buffers(&self.qkv), buffers(&self.dqkv));
-        let [dq_words, dk_words, dv_words] = self.dqkv.each_ref().map(|view| view.words(Self::NAME));
+        let [dq_view, dk_view, dv_view] = self.dqkv.each_ref().map(HeadsView::words);
         let all = [&self.out, &self.dout, q, k, v, dq, dk, dv];
         expect_dtype(self.out.dtype(), &all)?;
         expect_dtype(DType::F32, &[&self.lse])?;
@@ -266,18 +266,19 @@ impl Operation for AttentionBackward {
         let left = if on_tensor_cores { 2 } else { 1 };
         let mut scratch = Scratch::default();
         let left = scratch.take(left * self.lse.len() * DType::F32.bytes());
-        let (dq_words, dkv_words) = (dq_words?, [dk_words?, dv_words?]);
         let queries = launches.call(&DQ, |call| {
             let call = call.read([q, k, v, &self.out, &self.lse, &self.dout]);
-            call.write([dq]).scratch([left]).u64([dq_words])
+            call.write([dq]).scratch([left]).u64([dq_view])
         })?;
         let keys = launches.call(&DKV, |call| {
+            let call = call.read([q, k, v]);
             let call = if on_tensor_cores {
-                call.read([q, k, v, &self.dout])
+                call
             } else {
-                call.read([q, k, v, &self.lse, &self.dout])
+                call.read([&self.lse])
             };
-            call.write([dk, dv]).scratch([left]).u64(dkv_words)
+            let call = call.read([&self.dout]).write([dk, dv]);
+            call.scratch([left]).u64([dk_view, dv_view])
         })?;
         Ok(scratch.plan(vec![queries, keys]))
     }
@@ -313,11 +314,12 @@ impl AttentionBackward {
             lse: &lse,
         };
         // Of views of one buffer, only the first borrows it.
-        let is_first = |i: usize| (0..i).all(|j| !self.dqkv[i].buffer.same(&self.dqkv[j].buffer));
-        let borrowed = (0..3).filter(|&i| is_first(i)).map(|i| &self.dqkv[i]);
-        let mut borrowed = borrowed
-            .map(|view| Ok((view, view.buffer.host_mut::<S>()?)))
-            .collect::<Result<Vec<_>, DeviceError>>()?;
+        let mut borrowed: Vec<(&HeadsView, HostMut<'_, S>)> = Vec::new();
+        for view in &self.dqkv {
+            if borrowed.iter().all(|(first, _)| !first.buffer.same(&view.buffer)) {
+                borrowed.push((view, view.buffer.host_mut()?));
+            }
+        }
         let parts = groups_of(shape, &self.dqkv, &mut borrowed);
         let parts = parts.into_iter().enumerate().collect();
         let isa = cpu.isa();

@@ -105,7 +105,7 @@ impl AttentionDecode {
         let (qkv, keys, values) = (&*qkv, &*keys, &*values);
         let mut out = self.out.host_mut::<S>()?;
         let isa = cpu.isa();
-        let [queries, ..] = &shape.views(&self.qkv);
+        let views = shape.views(&self.qkv);
         let mask = CausalMask {
             first_query: first,
             first_key: 0,
@@ -114,7 +114,7 @@ impl AttentionDecode {
         let parts = heads_of(shape, &mut out).enumerate().collect();
         cpu.for_each_part(parts, |(i, mut out): (usize, Tile<'_, S>)| {
             let (sample, head) = (i / shape.heads, i % shape.heads);
-            let queries = queries.head(&shape, qkv, [sample, head]);
+            let [queries, ..] = shape.inputs(&views, [qkv; 3], [sample, head]);
             let first = head / shape.heads_per_kv() * shape.head_size;
             let cached = [keys, values].map(|cache: &[S]| {
                 let sample = &cache[sample * capacity * kv_channels..][..end * kv_channels];

@@ -238,17 +238,17 @@ impl<'a> Launches<'a> {
 
     /// A block for each tile of rows of each head.
     fn grid(&self, owned: Owned, rows: usize, threads: usize) -> Result<Grid, DeviceError> {
-        let own = match owned {
-            Owned::Queries => self.shape.positions,
-            Owned::Keys => self.keys(),
-        };
-        let blocks = self.pairs(owned) * own.div_ceil(rows);
+        let blocks = self.pairs(owned) * self.rows(owned)[0].div_ceil(rows);
         Ok(Grid::linear(count(self.op, "blocks", blocks)?, threads as u32))
     }
 
-    /// Rows of keys of a sample.
-    fn keys(&self) -> usize {
-        self.views[1].rows(&self.shape)
+    /// Rows of a sample that blocks own, and those that they read.
+    fn rows(&self, owned: Owned) -> [usize; 2] {
+        let (queries, keys) = (self.shape.positions, self.views[1].rows(&self.shape));
+        match owned {
+            Owned::Queries => [queries, keys],
+            Owned::Keys => [keys, queries],
+        }
     }
 
     /// Heads of all samples.
@@ -262,11 +262,11 @@ impl<'a> Launches<'a> {
 
     /// Heads whose blocks start together: what these read fits the L2 cache.
     fn group(&self, owned: Owned) -> usize {
-        let head = |rows: usize| 2 * rows * self.shape.head_size * DType::Bf16.bytes();
+        let head = 2 * self.rows(owned)[1] * self.shape.head_size * DType::Bf16.bytes();
         let shared = self.shape.heads_per_kv();
         let heads = match owned {
-            Owned::Queries => (GROUP_BYTES / head(self.keys())).max(1) * shared,
-            Owned::Keys => GROUP_BYTES / (head(self.shape.positions) * shared),
+            Owned::Queries => (GROUP_BYTES / head).max(1) * shared,
+            Owned::Keys => GROUP_BYTES / (head * shared),
         };
         heads.clamp(1, self.pairs(owned))
     }
@@ -274,11 +274,10 @@ impl<'a> Launches<'a> {
     /// Adds what all kernels take after their buffers.
     fn with_sizes(&self, call: Call, owned: Owned) -> Result<Call, DeviceError> {
         let (op, shape) = (self.op, self.shape);
-        let [q, k, v] = self.views;
-        count(op, "positions", q.first_position + shape.positions)?;
-        let positions = [shape.positions, self.keys(), q.first_position, k.first_position];
-        count(op, "positions", self.keys())?;
-        let call = call.u64([q.words(op)?, k.words(op)?, v.words(op)?]);
+        let ([q, k, _], [queries, keys]) = (self.views, self.rows(Owned::Queries));
+        count(op, "positions", keys.max(q.first_position + queries))?;
+        let positions = [queries, keys, q.first_position, k.first_position];
+        let call = call.u64(self.views.each_ref().map(HeadsView::words));
         let call = call.u32(positions.map(|number| number as u32));
         let heads = count(op, "heads", shape.heads)?;
         let pairs = count(op, "heads of all samples", self.pairs(owned))?;

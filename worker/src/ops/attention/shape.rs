@@ -4,7 +4,6 @@ use crate::memory::{Buffer, DeviceError, HostRef};
 use crate::ops::cpu::kernel::Real;
 use crate::ops::cpu::matrix::Matrix;
 use crate::ops::cpu::stored::Stored;
-use crate::ops::cuda::plan::count;
 use crate::ops::expect_len;
 
 /// The heads of queries, keys or values of all samples: in rows of a buffer, `[B, T, stride]`, which other views may share.
@@ -26,24 +25,9 @@ impl HeadsView {
         self.buffer.len() / (shape.batch * self.stride.max(1))
     }
 
-    /// A head of a sample, `[T, D]`; `data` are the buffer's elements.
-    pub(super) fn head<'a, T>(
-        &self,
-        shape: &AttentionShape,
-        data: &'a [T],
-        [sample, head]: [usize; 2],
-    ) -> Matrix<'a, T> {
-        let (rows, size) = (self.rows(shape), shape.head_size);
-        let first = self.offset + head * size;
-        let of_sample = &data[sample * rows * self.stride..][..rows * self.stride];
-        Matrix::dense(of_sample, rows, self.stride).cols(first..first + size)
-    }
-
     /// `View` of the kernels: two words, the offset first.
-    pub(super) fn words(&self, op: &'static str) -> Result<u64, DeviceError> {
-        // Within a sample, rows are found by 32-bit arithmetic.
-        let stride = count(op, "elements of a row", self.stride)?;
-        Ok(u64::from(stride) << 32 | self.offset as u64)
+    pub(super) fn words(&self) -> u64 {
+        (self.stride as u64) << 32 | self.offset as u64
     }
 }
 
@@ -140,54 +124,50 @@ impl AttentionShape {
         })
     }
 
-    /// Refuses views that do not fit the sizes, or each other.
-    pub(super) fn check_views(&self, op: &'static str, [q, k, v]: &[HeadsView; 3]) -> Result<(), DeviceError> {
-        let keys = k.rows(self).max(1);
-        let parts = [
-            ("queries", q, self.heads, self.positions),
-            ("keys", k, self.kv_heads, keys),
-            ("values", v, self.kv_heads, keys),
-        ];
-        for (name, view, heads, rows) in parts {
+    /// Refuses views that do not fit the sizes, or each other: keys and values begin together, not after the queries.
+    pub(super) fn check_views(&self, op: &'static str, views: &[HeadsView; 3]) -> Result<(), DeviceError> {
+        let [q, k, v] = views;
+        let fits = |view: &HeadsView, heads: usize, rows: usize| {
             let (size, stride, offset) = (self.head_size, view.stride, view.offset);
             let in_heads = stride.is_multiple_of(size) && offset.is_multiple_of(size);
-            if !in_heads || offset + heads * size > stride {
-                let what = format!("{name}: {heads} heads of {size} from element {offset} of rows of {stride}");
-                return Err(DeviceError::Shape { op, what });
-            }
-            expect_len(op, name, view.buffer.len(), self.batch * rows * stride)?;
+            // Kernels find rows within a sample by 32-bit arithmetic.
+            let in_row = offset + heads * size <= stride && i32::try_from(stride).is_ok();
+            in_heads && in_row && rows > 0 && view.buffer.len() == self.batch * rows * stride
+        };
+        let (keys, first_key) = (k.rows(self), k.first_position);
+        let follow = first_key == v.first_position && first_key <= q.first_position;
+        let fit = fits(k, self.kv_heads, keys) && fits(v, self.kv_heads, keys);
+        if fit && fits(q, self.heads, self.positions) && follow && first_key.is_multiple_of(KEY_GROUP) {
+            return Ok(());
         }
-        let [q, k, v] = [q, k, v].map(|view| view.first_position);
-        if k != v || k > q || !k.is_multiple_of(KEY_GROUP) {
-            let what = format!(
-                "queries from position {q} on, keys from {k}, values from {v}: \
-                 keys and values must start together, at a multiple of {KEY_GROUP}, and not after the queries"
-            );
-            return Err(DeviceError::Shape { op, what });
-        }
-        Ok(())
+        let what = format!("queries, keys and values {views:?} do not fit each other in {self:?}");
+        Err(DeviceError::Shape { op, what })
     }
 
     /// What a query head of a sample reads: queries, keys and values, each `[T, D]`.
     pub(super) fn inputs<'a, T>(
         &self,
-        [q, k, v]: &[HeadsView; 3],
+        views: &[HeadsView; 3],
         data: [&'a [T]; 3],
         [sample, head]: [usize; 2],
     ) -> [Matrix<'a, T>; 3] {
-        let kv_pair = [sample, head / self.heads_per_kv()];
-        [
-            q.head(self, data[0], [sample, head]),
-            k.head(self, data[1], kv_pair),
-            v.head(self, data[2], kv_pair),
-        ]
+        let kv_head = head / self.heads_per_kv();
+        [(0, head), (1, kv_head), (2, kv_head)].map(|(i, head)| {
+            let HeadsView { stride, offset, .. } = views[i];
+            self.columns(data[i], stride, [sample, offset + head * self.head_size])
+        })
     }
 
     /// The channels of a query head of a sample, of `[B, T, H·D]`.
     pub(super) fn head<'a, T>(&self, data: &'a [T], [sample, head]: [usize; 2]) -> Matrix<'a, T> {
-        let (t, c, size) = (self.positions, self.channels(), self.head_size);
-        let rows = Matrix::dense(&data[sample * t * c..][..t * c], t, c);
-        rows.cols(head * size..(head + 1) * size)
+        self.columns(data, self.channels(), [sample, head * self.head_size])
+    }
+
+    /// A head of a sample, of rows of `stride` elements: from element `first` of a row on.
+    fn columns<'a, T>(&self, data: &'a [T], stride: usize, [sample, first]: [usize; 2]) -> Matrix<'a, T> {
+        let rows = data.len() / (self.batch * stride);
+        let of_sample = &data[sample * rows * stride..][..rows * stride];
+        Matrix::dense(of_sample, rows, stride).cols(first..first + self.head_size)
     }
 }
 

@@ -135,7 +135,10 @@ fn queries_of_a_stretch_have_the_bits_of_all() {
             offset: 0,
             first_position: from,
         };
-        let (all, own) = (rig.buffer(&qkv), rig.buffer(&stretch(&qkv, [batch, wide, from, to])));
+        let (all, own) = (
+            rig.buffer(&qkv),
+            rig.buffer(&stretch(&qkv, [batch, wide, from, to])),
+        );
         let [_, k, v] = shape.views(&all);
         let inputs = [queries(own.clone()), k, v];
         let out = rig.empty(DType::F32, of_call.rows() * channels);
@@ -164,18 +167,19 @@ fn queries_of_a_stretch_have_the_bits_of_all() {
     // Whole tiles of queries before the cut.
     let parts = [(0, 128), (128, 200)].map(|(from, to)| (from, to, call(from, to)));
     for (from, to, part) in &parts {
-        for (i, samples, width) in [
-            (0, batch, channels),
-            (1, batch * heads, 1),
-            (2, batch, wide),
-        ] {
+        for (i, samples, width) in [(0, batch, channels), (1, batch * heads, 1), (2, batch, wide)] {
             let expected = stretch(&whole[i], [samples, width, *from, *to]);
             assert_eq!(part[i], expected, "result {i} of the queries {from}..{to}");
         }
     }
     for (i, expected) in whole[3].iter().enumerate() {
         let sum: f32 = parts.iter().map(|(.., part)| part[3][i]).sum();
-        assert_close(f64::from(sum), f64::from(*expected), 1e-5, "gradient of keys and values");
+        assert_close(
+            f64::from(sum),
+            f64::from(*expected),
+            1e-5,
+            "gradient of keys and values",
+        );
     }
 }
 
