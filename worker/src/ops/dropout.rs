@@ -90,8 +90,7 @@ impl DropoutMask {
     pub(super) fn drop_keys<T: Real>(
         &self,
         [sample, head]: [usize; 2],
-        query: usize,
-        first_key: usize,
+        [query, first_key]: [usize; 2],
         row: &mut [T],
     ) {
         let (threshold, scale) = (self.threshold(), T::of(self.scale()));
@@ -261,7 +260,7 @@ mod tests {
             let mask = DropoutMask::new(7, 3, 1, 1000, rate);
             let (mut elements, mut keys) = (vec![0.0_f64; 40_001], vec![1.0_f64; 40_001]);
             mask.of_position(2, 5, &mut elements);
-            mask.drop_keys([2, 5], 1, 0, &mut keys);
+            mask.drop_keys([2, 5], [1, 0], &mut keys);
             for values in [elements, keys] {
                 let dropped = values.iter().filter(|x| **x == 0.0).count();
                 assert_rate(dropped, values.len(), rate);
@@ -299,17 +298,17 @@ mod tests {
         let mask = DropoutMask::new(1, 0, 0, 0, 0.5);
         let row = |len| {
             let mut row = vec![1.0_f32; len];
-            mask.drop_keys([0, 1], 2, 0, &mut row);
+            mask.drop_keys([0, 1], [2, 0], &mut row);
             row
         };
         for len in 0..40 {
             assert_eq!(row(len), row(50)[..len]);
         }
         let mut later_keys = vec![1.0_f32; 34];
-        mask.drop_keys([0, 1], 2, 16, &mut later_keys);
+        mask.drop_keys([0, 1], [2, 16], &mut later_keys);
         assert_eq!(later_keys, row(50)[16..]);
         let mut other_head = vec![1.0_f32; 50];
-        mask.drop_keys([0, 2], 2, 0, &mut other_head);
+        mask.drop_keys([0, 2], [2, 0], &mut other_head);
         assert_ne!(other_head, row(50));
     }
 

@@ -20,7 +20,7 @@ use crate::ops::cpu::kernel::{
 };
 use crate::ops::cpu::matrix::{Matrix, MatrixMut, Tile, product};
 use crate::ops::cpu::stored::Stored;
-use crate::ops::cuda::plan::{Call, Plan, Scratch, expect_dtype};
+use crate::ops::cuda::plan::{Arg, Call, Plan, Scratch, expect_dtype};
 use crate::ops::{Cpu, DropoutMask, Isa, Operation};
 
 /// Queries of a tile.
@@ -125,13 +125,17 @@ pub(super) fn heads_of<T>(shape: AttentionShape, out: &mut [T]) -> impl Iterator
 #[derive(Clone, Copy)]
 pub(super) struct CausalMask<'a> {
     /// Positions.
-    pub(super) first_query: usize,
-    pub(super) first_key: usize,
-    pub(super) dropout: Option<(&'a DropoutMask, [usize; 2])>,
+    first_query: usize,
+    first_key: usize,
+    dropout: Option<(&'a DropoutMask, [usize; 2])>,
 }
 
 impl<'a> CausalMask<'a> {
-    fn new([q, k, _]: &[HeadsView; 3], dropout: Option<&'a DropoutMask>, pair: [usize; 2]) -> Self {
+    pub(super) fn new(
+        [q, k, _]: &[HeadsView; 3],
+        dropout: Option<&'a DropoutMask>,
+        pair: [usize; 2],
+    ) -> Self {
         Self {
             first_query: q.first_position,
             first_key: k.first_position,
@@ -152,7 +156,7 @@ impl<'a> CausalMask<'a> {
         };
         for (key, row) in (span.start..).zip(tile.chunks_exact_mut(stride)) {
             let seen = span.end.min(key + 1);
-            mask.drop_keys(pair, self.first_key + key, self.first_key, &mut row[..seen]);
+            mask.drop_keys(pair, [self.first_key + key, self.first_key], &mut row[..seen]);
         }
     }
 }
@@ -271,14 +275,9 @@ impl Operation for AttentionBackward {
             call.write([dq]).scratch([left]).u64([dq_view])
         })?;
         let keys = launches.call(&DKV, |call| {
-            let call = call.read([q, k, v]);
-            let call = if on_tensor_cores {
-                call
-            } else {
-                call.read([&self.lse])
-            };
-            let call = call.read([&self.dout]).write([dk, dv]);
-            call.scratch([left]).u64([dk_view, dv_view])
+            let lse = (!on_tensor_cores).then(|| Arg::Read(self.lse.clone()));
+            let call = call.read([q, k, v]).with(lse).read([&self.dout]);
+            call.write([dk, dv]).scratch([left]).u64([dk_view, dv_view])
         })?;
         Ok(scratch.plan(vec![queries, keys]))
     }
@@ -469,9 +468,8 @@ impl<T: Real> AttentionHead<'_, T> {
         let most = key_count.min(past + positions);
         let (size, scale) = (QUERIES.min(positions) * stride_of(most), scale(q.col_count()));
         for row in most..key_count {
-            for unseen in [dk.row_mut(row), dv.row_mut(row)] {
-                unseen.fill(T::ZERO);
-            }
+            dk.row_mut(row).fill(T::ZERO);
+            dv.row_mut(row).fill(T::ZERO);
         }
         with_scratch::<T, _>(2 * size, |scratch| {
             let (probabilities, dscores) = scratch.split_at_mut(size);

@@ -105,12 +105,8 @@ impl AttentionDecode {
         let (qkv, keys, values) = (&*qkv, &*keys, &*values);
         let mut out = self.out.host_mut::<S>()?;
         let isa = cpu.isa();
-        let views = shape.views(&self.qkv);
-        let mask = CausalMask {
-            first_query: first,
-            first_key: 0,
-            dropout: None,
-        };
+        let mut views = shape.views(&self.qkv);
+        views[0].first_position = first;
         let parts = heads_of(shape, &mut out).enumerate().collect();
         cpu.for_each_part(parts, |(i, mut out): (usize, Tile<'_, S>)| {
             let (sample, head) = (i / shape.heads, i % shape.heads);
@@ -123,6 +119,7 @@ impl AttentionDecode {
             read_inputs(isa, [queries, cached[0], cached[1]], |inputs| {
                 S::write_matrix(isa, &mut out.out, false, |out| {
                     with_scratch(shape.positions, |lse| {
+                        let mask = CausalMask::new(&views, None, [sample, head]);
                         head_forward(isa, inputs, out, lse, mask);
                     });
                 });
