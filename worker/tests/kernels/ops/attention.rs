@@ -174,12 +174,8 @@ fn queries_of_a_stretch_have_the_bits_of_all() {
     }
     for (i, expected) in whole[3].iter().enumerate() {
         let sum: f32 = parts.iter().map(|(.., part)| part[3][i]).sum();
-        assert_close(
-            f64::from(sum),
-            f64::from(*expected),
-            1e-5,
-            "gradient of keys and values",
-        );
+        // Of the order of 1 and below; the terms are added in another order.
+        assert!((sum - expected).abs() < 1e-5, "{i}: {sum}, {expected}");
     }
 }
 
