@@ -6,7 +6,7 @@ use crate::ops::cpu::matrix::Matrix;
 use crate::ops::cpu::stored::Stored;
 use crate::ops::expect_len;
 
-/// The heads of queries, keys or values of all samples: in rows of a buffer, `[B, T, stride]`, which other views may share.
+/// The heads of queries, keys or values of all samples, in rows of a buffer that other views may share: `[B, T, stride]`.
 #[derive(Clone, Debug)]
 pub struct HeadsView {
     /// All rows, without a gap between samples.
