@@ -55,7 +55,7 @@ struct State {
 }
 
 enum Command {
-    Op(Op),
+    Op(Box<Op>),
     Upload(Buffer, Vec<u8>),
     Fetch(Buffer, Arc<Mutex<Option<Vec<u8>>>>),
     Copy(Buffer, Buffer),
@@ -250,7 +250,7 @@ impl Device for DeferredDevice {
             }
             _ => None,
         };
-        self.push(stream, Command::Op(op));
+        self.push(stream, Command::Op(Box::new(op)));
         if let Some(gradient) = spoilt {
             self.push(stream, Command::Upload(gradient, f32::NAN.to_ne_bytes().to_vec()));
         }
