@@ -5,12 +5,17 @@
 //! | [`Axis::Pipeline`] | hold different blocks of the model, and hand activations to each other |
 //! | [`Axis::Replicate`] | hold copies of one shard of the state, and read different samples |
 //! | [`Axis::Shard`] | hold one copy of the state together, each a shard of it, and read different samples |
+//! | [`Axis::Expert`] | hold different experts of each layer, and read different samples |
+//! | [`Axis::Context`] | read different positions of the same samples |
 //! | [`Axis::Tensor`] | hold parts of the same matrices, and compute on the same samples together |
 //!
-//! The two in the middle are the data-parallel ranks ([`SAMPLES`], [`GRADIENTS`]): DDP has one rank along `shard`, ZeRO
+//! `replicate`, `shard` and `expert` are the data-parallel ranks ([`SAMPLES`]): DDP has one rank along `shard`, ZeRO
 //! (FSDP) one along `replicate`; hybrid sharding (HSDP) has several along both. Their number is what the others leave:
-//! dp = world / (pp · tp). The last axis varies fastest with the rank, so that the groups that exchange most lie within
-//! a node.
+//! dp = world / (pp · cp · tp). The last axis varies fastest with the rank, so that the groups that exchange most lie
+//! within a node.
+//!
+//! Experts have a second view of the same ranks: the ep ranks along [`EXPERTS`] hold those of a layer together. Ranks along
+//! `context` are among them, so that `expert` has ep / cp ranks.
 //!
 //! This is the only place that computes ranks. A function that needs "how many ranks share this" is given a group.
 
@@ -33,22 +38,36 @@ pub enum Axis {
     Replicate,
     /// Shards of one copy.
     Shard,
+    /// Experts of a layer.
+    Expert,
+    /// Positions of a sample.
+    Context,
     /// Parts of matrices.
     Tensor,
 }
 
 /// The axes along which ranks read different samples: who reads what.
-pub const SAMPLES: [Axis; 2] = [Axis::Replicate, Axis::Shard];
+pub const SAMPLES: [Axis; 3] = [Axis::Replicate, Axis::Shard, Axis::Expert];
 
-/// The axes along which gradients are summed, and state can be sharded: who sums what.
-pub const GRADIENTS: [Axis; 2] = [Axis::Replicate, Axis::Shard];
+/// The axes along which gradients are summed: who sums what.
+pub const GRADIENTS: [Axis; 4] = [Axis::Replicate, Axis::Shard, Axis::Expert, Axis::Context];
 
-/// Those of them along which ranks hold one copy of the state together, each a shard of it.
-pub const SHARDED: [Axis; 1] = [Axis::Shard];
+/// Those of them along which state can be sharded ([`MeshShape::sharded`]).
+const SHARDED: [Axis; 3] = [Axis::Shard, Axis::Expert, Axis::Context];
+
+/// The axes along which ranks can hold different experts ([`MeshShape::expert_axes`]).
+const EXPERTS: [Axis; 2] = [Axis::Expert, Axis::Context];
 
 impl Axis {
     /// All axes, the slowest first.
-    pub const ALL: [Self; 4] = [Self::Pipeline, Self::Replicate, Self::Shard, Self::Tensor];
+    pub const ALL: [Self; 6] = [
+        Self::Pipeline,
+        Self::Replicate,
+        Self::Shard,
+        Self::Expert,
+        Self::Context,
+        Self::Tensor,
+    ];
 
     /// Name in configurations, errors and traces.
     pub const fn name(self) -> &'static str {
@@ -56,6 +75,8 @@ impl Axis {
             Self::Pipeline => "pipeline",
             Self::Replicate => "replicate",
             Self::Shard => "shard",
+            Self::Expert => "expert",
+            Self::Context => "context",
             Self::Tensor => "tensor",
         }
     }
@@ -66,6 +87,8 @@ impl Axis {
 pub struct MeshShape {
     /// In the order of [`Axis::ALL`].
     sizes: [usize; Axis::ALL.len()],
+    shards_state: bool,
+    divides_experts: bool,
 }
 
 /// Ranks along each axis that has several, as `pp 4 × dp 2 × tp 8`.
@@ -74,6 +97,8 @@ impl fmt::Display for MeshShape {
         let axes = [
             ("pp", &[Axis::Pipeline][..]),
             ("dp", &SAMPLES),
+            ("ep", self.expert_axes()),
+            ("cp", &[Axis::Context]),
             ("tp", &[Axis::Tensor]),
         ];
         let sizes = axes.map(|(name, axes)| (name, self.size(axes)));
@@ -87,33 +112,48 @@ impl MeshShape {
     /// The mesh of a job. Every rank computes the same.
     pub fn new(parallel: &Parallel, env: &WorkerEnv) -> Result<Self, Problem> {
         let ranks = env.world_size.get() as usize;
-        let (stages, tensor) = (parallel.pipeline.stages, parallel.tensor);
-        let cell = stages * tensor;
+        let (stages, context, tensor) = (parallel.pipeline.stages, parallel.context, parallel.tensor);
+        let cell = stages * context * tensor;
         if cell == 0 || !ranks.is_multiple_of(cell) {
-            return Err(no_multiple(ranks, stages, tensor));
+            return Err(no_multiple(ranks, parallel));
         }
         check_tensor_groups(parallel, env)?;
         let data = ranks / cell;
-        let shard = match (parallel.strategy, parallel.shard_group) {
-            (Strategy::Ddp, _) => 1,
+        let expert = expert_ranks(parallel, data)?;
+        let group = match (parallel.strategy, parallel.shard_group) {
+            (Strategy::Ddp, _) => expert,
             (_, None) => data,
-            (_, Some(ShardGroup::Node)) => (local_ranks(env)? / tensor).clamp(1, data),
-            (_, Some(ShardGroup::Ranks(shard))) => shard,
+            (_, Some(ShardGroup::Node)) => (local_ranks(env)? / (context * tensor)).clamp(1, data),
+            (_, Some(ShardGroup::Ranks(group))) => group,
         };
-        if shard == 0 || !data.is_multiple_of(shard) {
-            let found = match parallel.shard_group {
-                Some(ShardGroup::Ranks(shard)) => shard.to_string(),
-                _ => "node".into(),
-            };
-            let what = format!(
-                "`parallel.shard_group` is {found}, but {data} data-parallel ranks cannot be divided into groups of {shard}"
-            );
-            return Err(Problem::new("parallel.shard_group", what).with_hint(SAME_SIZE));
+        if group == 0 || !data.is_multiple_of(group) || !group.is_multiple_of(expert) {
+            return Err(unequal_groups(parallel, [data, group, expert]));
         }
-        check_node_groups(parallel, env, data, shard)?;
+        check_node_groups(parallel, env, data, group)?;
         Ok(Self {
-            sizes: [stages, data / shard, shard, tensor],
+            sizes: [stages, data / group, group / expert, expert, context, tensor],
+            shards_state: parallel.strategy != Strategy::Ddp,
+            divides_experts: parallel.expert > 1,
         })
+    }
+
+    /// So many ranks that hold one copy of the state together, and nothing else.
+    pub const fn of_shards(ranks: usize) -> Self {
+        Self {
+            sizes: [1, 1, ranks, 1, 1, 1],
+            shards_state: true,
+            divides_experts: false,
+        }
+    }
+
+    /// The axes along which ranks hold one copy of the state together, each a shard of it.
+    pub const fn sharded(&self) -> &'static [Axis] {
+        if self.shards_state { &SHARDED } else { &[] }
+    }
+
+    /// The axes along which ranks hold different experts of a layer. None: every rank holds all of them.
+    pub const fn expert_axes(&self) -> &'static [Axis] {
+        if self.divides_experts { &EXPERTS } else { &[] }
     }
 
     /// Ranks along all of `axes`.
@@ -128,7 +168,7 @@ impl MeshShape {
 
     /// Ranks that hold one copy of the model together, if its state is not sharded.
     pub fn copy_ranks(&self) -> usize {
-        self.ranks() / self.size(&GRADIENTS)
+        self.ranks() / self.size(&GRADIENTS) * self.size(self.expert_axes())
     }
 
     /// Number of ranks that read different samples, in words: where these are not all, several ranks of the job count as one.
@@ -162,11 +202,13 @@ impl MeshShape {
     /// A job can continue with a different number of ranks only if that is a multiple of this
     /// number. `None` means any number.
     pub fn ranks_multiple_of(parallel: &Parallel) -> Option<u64> {
-        let shard = match (parallel.strategy, parallel.shard_group) {
-            (Strategy::Ddp, _) | (_, None | Some(ShardGroup::Node)) => 1,
-            (_, Some(ShardGroup::Ranks(shard))) => shard,
+        let group = match (parallel.strategy, parallel.shard_group) {
+            (Strategy::Ddp, _) | (_, None | Some(ShardGroup::Node)) => {
+                (parallel.expert / parallel.context).max(1)
+            }
+            (_, Some(ShardGroup::Ranks(group))) => group,
         };
-        let multiple = parallel.pipeline.stages * parallel.tensor * shard;
+        let multiple = parallel.pipeline.stages * parallel.context * parallel.tensor * group;
         (multiple > 1).then_some(multiple as u64)
     }
 
@@ -178,14 +220,52 @@ impl MeshShape {
 const SAME_SIZE: &str =
     "all groups must have the same number of ranks; change `--nproc-per-node` or `parallel.shard_group`";
 
+/// The data-parallel ranks that hold the experts of a layer together, of `data`; context ranks come on top.
+fn expert_ranks(parallel: &Parallel, data: usize) -> Result<usize, Problem> {
+    let (expert, context) = (parallel.expert, parallel.context);
+    let fits = |expert: &usize| expert.is_multiple_of(context) && data.is_multiple_of(expert / context);
+    if expert == 1 {
+        return Ok(1);
+    }
+    if expert > 0 && fits(&expert) {
+        return Ok(expert / context);
+    }
+    let below = (1..expert).rev().find(fits);
+    let above = (expert + 1..=data * context).find(fits);
+    let nearest: Vec<String> = below.into_iter().chain(above).map(|n| n.to_string()).collect();
+    let what = format!(
+        "`parallel.expert` is {expert}, expected a multiple of `parallel.context` ({context}) that divides {data} data-parallel × {context} context ranks"
+    );
+    let hint = format!("set `parallel.expert` to {}", nearest.join(" or "));
+    Err(Problem::new("parallel.expert", what).with_hint(hint))
+}
+
+/// `data` data-parallel ranks are not several groups of `group`, each a multiple of `expert`.
+fn unequal_groups(parallel: &Parallel, [data, group, expert]: [usize; 3]) -> Problem {
+    let found = match parallel.shard_group {
+        Some(ShardGroup::Ranks(ranks)) => ranks.to_string(),
+        _ => "node".into(),
+    };
+    let what = if group > 0 && data.is_multiple_of(group) {
+        format!(
+            "but groups of {group} cannot be divided into the {expert} that hold the experts of a layer together"
+        )
+    } else {
+        format!("but {data} data-parallel ranks cannot be divided into groups of {group}")
+    };
+    let what = format!("`parallel.shard_group` is {found}, {what}");
+    Problem::new("parallel.shard_group", what).with_hint(SAME_SIZE)
+}
+
 /// The number of ranks is no multiple of the ranks that hold one model.
-fn no_multiple(ranks: usize, stages: usize, tensor: usize) -> Problem {
-    let cell = stages * tensor;
-    let nearest = nearest_multiples(ranks, cell.max(1));
+fn no_multiple(ranks: usize, parallel: &Parallel) -> Problem {
     let axes = [
-        ("parallel.pipeline.stages", "pipeline", stages),
-        ("parallel.tensor", "tensor", tensor),
+        ("parallel.pipeline.stages", "pipeline", parallel.pipeline.stages),
+        ("parallel.context", "context", parallel.context),
+        ("parallel.tensor", "tensor", parallel.tensor),
     ];
+    let cell: usize = axes.iter().map(|(.., size)| size).product();
+    let nearest = nearest_multiples(ranks, cell.max(1));
     let used: Vec<_> = axes.into_iter().filter(|(.., size)| *size != 1).collect();
     let join = |part: &dyn Fn(&(&str, &str, usize)) -> String, with: &str| {
         used.iter().map(part).collect::<Vec<_>>().join(with)
@@ -237,13 +317,14 @@ pub fn check_tensor_groups(parallel: &Parallel, env: &WorkerEnv) -> Result<(), P
 /// Refuses `shard_group: node` if a stage neither fills whole nodes nor divides one: shard groups
 /// would then span nodes.
 fn check_node_groups(parallel: &Parallel, env: &WorkerEnv, data: usize, shard: usize) -> Result<(), Problem> {
-    let (local, group) = (env.local_world_size as usize, shard * parallel.tensor);
+    let cell = parallel.context * parallel.tensor;
+    let (local, group) = (env.local_world_size as usize, shard * cell);
     if shard == 1 || parallel.shard_group != Some(ShardGroup::Node) || local.is_multiple_of(group) {
         return Ok(());
     }
     let what = format!(
         "`parallel.shard_group` is node, but a stage has {} and a node has {local}: a shard group of {group} would span nodes",
-        counted((data * parallel.tensor) as u64, "rank")
+        counted((data * cell) as u64, "rank")
     );
     let hint = "change the number of nodes so that a stage fills whole nodes or a node holds whole stages, or leave out `parallel.shard_group`";
     Err(Problem::new("parallel.shard_group", what).with_hint(hint))
@@ -283,6 +364,16 @@ impl Mesh {
     /// Ranks along all of `axes`.
     pub fn size(&self, axes: &[Axis]) -> usize {
         self.shape.size(axes)
+    }
+
+    /// Ranks along each axis.
+    pub const fn shape(&self) -> &MeshShape {
+        &self.shape
+    }
+
+    /// This rank.
+    pub fn rank(&self) -> usize {
+        self.world.rank()
     }
 
     /// Index of this rank in the group along `axes`.
@@ -426,6 +517,7 @@ mod tests {
         assert_eq!(sizes(Some(ShardGroup::Ranks(2))), [3, 2]);
         let ddp = MeshShape::new(&Parallel::default(), &WorkerEnv::single()).unwrap();
         assert_eq!((ddp.size(&SAMPLES), ddp.size(&[Axis::Shard])), (1, 1));
+        assert!(ddp.sharded().is_empty());
     }
 
     #[test]
@@ -469,6 +561,48 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn experts_lie_on_the_context_ranks_of_neighbouring_data_parallel_ranks() {
+        let shape = |strategy, expert, group: Option<usize>| {
+            let parallel = Parallel {
+                strategy,
+                expert,
+                context: 2,
+                tensor: 2,
+                shard_group: group.map(ShardGroup::Ranks),
+                ..Parallel::default()
+            };
+            let env = WorkerEnv {
+                world_size: WorldSize(32),
+                local_world_size: 32,
+                ..WorkerEnv::single()
+            };
+            assert_eq!(MeshShape::ranks_multiple_of(&parallel).unwrap() % 4, 0);
+            MeshShape::new(&parallel, &env).map_err(|error| error.to_string())
+        };
+        let zero = shape(Strategy::Zero1, 4, Some(4)).unwrap();
+        assert_eq!(zero.to_string(), "dp 8 × ep 4 × cp 2 × tp 2");
+        assert_eq!(zero.members(9, zero.expert_axes()), [9, 11, 13, 15]);
+        assert_eq!(zero.members(9, &[Axis::Context]), [9, 11]);
+        assert_eq!(zero.members(9, zero.sharded()), [1, 3, 5, 7, 9, 11, 13, 15]);
+        assert_eq!(Axis::ALL.map(|axis| zero.size(&[axis])), [1, 2, 2, 2, 2, 2]);
+        let ddp = shape(Strategy::Ddp, 2, None).unwrap();
+        assert_eq!(ddp.members(9, ddp.expert_axes()), [9, 11]);
+        assert_eq!((ddp.size(&SAMPLES), ddp.copy_ranks()), (8, 4));
+        assert_eq!(
+            shape(Strategy::Ddp, 1, None).unwrap().to_string(),
+            "dp 8 × cp 2 × tp 2"
+        );
+        insta::assert_snapshot!(shape(Strategy::Ddp, 6, None).unwrap_err(), @r"
+        `parallel.expert` is 6, expected a multiple of `parallel.context` (2) that divides 8 data-parallel × 2 context ranks
+          hint: set `parallel.expert` to 4 or 8
+        ");
+        insta::assert_snapshot!(shape(Strategy::Zero1, 8, Some(2)).unwrap_err(), @r"
+        `parallel.shard_group` is 2, but groups of 2 cannot be divided into the 4 that hold the experts of a layer together
+          hint: all groups must have the same number of ranks; change `--nproc-per-node` or `parallel.shard_group`
+        ");
     }
 
     /// pp × dp × tp of eight ranks on two nodes.

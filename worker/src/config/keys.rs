@@ -218,6 +218,8 @@ pub(super) const KEYS_OF_OTHERS: &[(&str, &str)] = &[
         "gradient_accumulation_steps micro_batches num_micro_batches",
     ),
     ("parallel.strategy", "zero zero_stage fsdp"),
+    ("parallel.context", "cp cp_size context_parallel"),
+    ("parallel.expert", "ep ep_size expert_parallel"),
     ("parallel.tensor", "tp tp_size tensor_parallel"),
     ("parallel.pipeline.stages", "pp pp_size pipeline_parallel"),
     ("model.n_embd", "hidden_size d_model"),

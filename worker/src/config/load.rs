@@ -150,6 +150,8 @@ const CONDITIONS: &[Condition] = &[
     ("parallel.accumulate", "`parallel.strategy: zero2` or `zero3`", holds_shards),
     ("parallel.persist_below", "`parallel.strategy: zero3`", |c| c.parallel.strategy == Strategy::Zero3),
     ("parallel.reshard_after_forward", "`parallel.strategy: zero3`", |c| c.parallel.strategy == Strategy::Zero3),
+    ("parallel.expert", "experts in the model", |_| false),
+    ("parallel.context", "a model that divides positions", |_| false),
     ("parallel.sequence", "`parallel.tensor` above 1", |c| c.parallel.tensor > 1),
 ];
 

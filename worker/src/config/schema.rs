@@ -228,6 +228,10 @@ sections! {
         reduce_dtype: ReduceDtype = "f32";
         /// Data-parallel ranks per copy of the state; by default all.
         shard_group: Option<ShardGroup>;
+        /// Ranks that hold the experts of a layer together, each some of them.
+        expert: usize = 1, DEGREE;
+        /// Context-parallel ranks: each computes a part of the positions of every sample.
+        context: usize = 1, DEGREE;
         /// Tensor-parallel ranks: each holds a part of every matrix.
         tensor: usize = 1, DEGREE;
         /// Sequence parallelism: norms and the residual stream hold a part of the rows on each tensor rank.

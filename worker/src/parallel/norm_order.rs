@@ -36,10 +36,10 @@ impl NormOrder {
         }
     }
 
-    /// For each chunk that the rank at `index` of its shard group owns, in the order of its memory, which one of the whole
+    /// For each chunk that a `rank` owns, in the order of its memory, which one of the whole
     /// model it is, as `of_layout` says of all chunks of the layout ([`super::GradientLayout::chunks_in`]); none for padding.
-    pub fn chunks(sharding: &Sharding, index: usize, of_layout: &[Option<usize>]) -> Vec<Option<usize>> {
-        let own = sharding.chunks_of(index).into_iter();
+    pub fn chunks(sharding: &Sharding, rank: usize, of_layout: &[Option<usize>]) -> Vec<Option<usize>> {
+        let own = sharding.chunks_of(rank).into_iter();
         own.map(|chunk| of_layout[chunk?]).collect()
     }
 

@@ -81,7 +81,7 @@ impl Parameters {
         sharding: &Arc<Sharding>,
         policy: ReshardPolicy,
     ) -> Result<Self, ReduceError> {
-        let comm = &set.gathers;
+        let comm = &set.groups[0].gathers;
         let (plan, device) = (GatherPlan::new(model, sharding, policy), &compute.device);
         let shared = |name, len| comm.alloc_shared(device, &ArenaSpec::on_node(name, model.dtype(), len));
         let private = |len| device.alloc(&ArenaSpec::private("parameters", model.dtype(), len));
@@ -202,7 +202,8 @@ impl Parameters {
         }
         let tag = format!("parameters of {}", description.name);
         let launch = Launch::after(self.compute.record(), Traffic::Params, tag);
-        let work = Some(self.tracker.launch(|| self.comm.all_gather(&target, launch)));
+        let comm = &self.set.group(&description.axes).gathers;
+        let work = Some(self.tracker.launch(|| comm.all_gather(&target, launch)));
         gathered[unit] = Some(Gathered { slot, work });
         true
     }
@@ -518,6 +519,7 @@ impl GatherPlan {
 mod tests {
     use super::*;
     use crate::config;
+    use crate::mesh::MeshShape;
     use crate::model;
     use crate::parallel::{GradientLayout, LayoutConfig};
 
@@ -542,7 +544,11 @@ mod tests {
             after_forward: reshard,
             persist_below,
         };
-        GatherPlan::new(&model, &Sharding::of_groups(&layout, 2, 0), policy)
+        GatherPlan::new(
+            &model,
+            &Sharding::of_groups(&layout, MeshShape::of_shards(2), 0),
+            policy,
+        )
     }
 
     // Units of the GPT-2, in the order of backward: head, h.1, h.0, wpe, wte.

@@ -1,7 +1,8 @@
 //! Which ranks sum, own, count and write a parameter. This follows from its role along each axis of the mesh.
 //!
-//! Gradients are summed over the data-parallel ranks ([`GRADIENTS`]): over `shard` they are reduce-scattered, so that each
-//! rank owns a slice, over `replicate` all-reduced. That is DDP where `shard` has one rank, ZeRO (FSDP) where
+//! Gradients are summed over the data-parallel and the context ranks ([`GRADIENTS`]): over those that hold one copy of the
+//! state together ([`MeshShape::sharded`]) they are reduce-scattered, so that each rank owns a slice, over the others
+//! all-reduced. That is DDP where `shard` has one rank, ZeRO (FSDP) where
 //! `replicate` has one, and hybrid sharding (HSDP; Zhao et al. 2023) where both have several: reduce-scatter over the
 //! shard group, then once a step an all-reduce of each shard over the replicate group. Sums run in rank order within a
 //! shard group, then in the order of the groups.
@@ -29,7 +30,7 @@
 use std::collections::BTreeSet;
 
 use crate::collective::{CollectiveError, Communicator};
-use crate::mesh::{Axis, GRADIENTS, Mesh, SHARDED};
+use crate::mesh::{Axis, GRADIENTS, Mesh, MeshShape};
 use crate::model::{AxisRole, ParamId, ParamSpec};
 
 /// The axes other than the data-parallel ones: of the copies along them, the first rank writes.
@@ -51,20 +52,24 @@ pub fn summed_over(roles: &Roles) -> Vec<Axis> {
     GRADIENTS.into_iter().filter(is_partial).collect()
 }
 
-/// The axes along which ranks hold one copy of the model together, given all its parameters. The ranks along `replicate`
-/// hold copies, unless a parameter is cut there.
-pub fn one_copy(model: &[ParamSpec]) -> Vec<Axis> {
-    let mut roles = model.iter().map(|spec| spec.roles[Axis::Replicate as usize]);
-    let is_split = roles.any(|role| role == AxisRole::Cut);
-    let holds_part = |axis: &Axis| is_split || *axis != Axis::Replicate;
+/// The axes along which ranks hold one copy of the model together, given all its parameters. The ranks along one of
+/// [`GRADIENTS`] hold copies, unless state is `sharded` or a parameter cut there.
+pub fn one_copy(model: &[ParamSpec], sharded: &[Axis]) -> Vec<Axis> {
+    let is_cut = |axis: Axis| {
+        model
+            .iter()
+            .any(|spec| spec.roles[axis as usize] == AxisRole::Cut)
+    };
+    let holds_part = |axis: &Axis| !GRADIENTS.contains(axis) || sharded.contains(axis) || is_cut(*axis);
     Axis::ALL.into_iter().filter(holds_part).collect()
 }
 
 /// True on one of the ranks that hold copies of the same elements along `axes`: the one that counts them in the norm (along
-/// [`one_copy`]) and writes them to checkpoints (along [`MODEL_AXES`]). `index` is where the rank stands along an axis.
-pub fn is_counted(roles: &Roles, axes: &[Axis], index: impl Fn(Axis) -> usize) -> bool {
-    let is_cut = |axis: Axis| SHARDED.contains(&axis) || roles[axis as usize] == AxisRole::Cut;
-    axes.iter().all(|&axis| is_cut(axis) || index(axis) == 0)
+/// [`one_copy`]) and writes them to checkpoints (along [`MODEL_AXES`]). It is the `rank` of a mesh.
+pub fn is_counted(roles: &Roles, axes: &[Axis], mesh: &MeshShape, rank: usize) -> bool {
+    let is_cut = |axis: Axis| mesh.sharded().contains(&axis) || roles[axis as usize] == AxisRole::Cut;
+    axes.iter()
+        .all(|&axis| is_cut(axis) || mesh.index(rank, &[axis]) == 0)
 }
 
 /// The ranks that sum the gradients of some parameters, and own slices or copies of these. Clones are the same ranks.
@@ -76,20 +81,23 @@ pub struct StateGroup {
     pub all: Communicator,
     /// The ranks of the first reduction where they own slices of the sums; else all.
     pub shard: Communicator,
-    /// The ranks along `replicate`, which hold copies of what this rank owns: its slice of the sums is added up over these
+    /// The other axes' ranks, which hold copies of what this rank owns: its slice of the sums is added up over these
     /// after that. None if it is the only one.
     pub copies: Option<Communicator>,
+    /// The ranks of `shard` again, who gather parameters.
+    pub gathers: Communicator,
 }
 
 impl StateGroup {
     /// Every rank of the mesh must call it.
     fn new(mesh: &Mesh, axes: Vec<Axis>) -> Result<Self, CollectiveError> {
         let all = several(mesh, &axes)?.map_or_else(|| mesh.group(&axes), Ok)?;
-        let [mut sharded, mut copied] = [axes.clone(), axes.clone()];
-        sharded.retain(|axis| SHARDED.contains(axis));
-        copied.retain(|axis| !SHARDED.contains(axis));
+        let is_sharded = |axis: &Axis| mesh.shape().sharded().contains(axis);
+        let (sharded, copied): (Vec<_>, Vec<_>) = axes.iter().partition(|axis| is_sharded(axis));
+        let shard = several(mesh, &sharded)?.unwrap_or_else(|| all.clone());
         Ok(Self {
-            shard: several(mesh, &sharded)?.unwrap_or_else(|| all.clone()),
+            gathers: shard.clone(),
+            shard,
             copies: several(mesh, &copied)?,
             all,
             axes,
@@ -111,9 +119,6 @@ pub struct ReplicaSet {
     pub all: Communicator,
     /// One for all parameters that are summed over the same axes. The first sums over all data-parallel ranks.
     pub groups: Vec<StateGroup>,
-    /// The ranks of a shard group, who gather parameters. Best it is a communicator that nothing else uses, so that gathering
-    /// overlaps with the reduction of gradients.
-    pub gathers: Communicator,
     /// The ranks that hold one copy of the model together ([`one_copy`]): the norm is combined over them. None if this
     /// rank holds all of it.
     pub owners: Option<Communicator>,
@@ -153,12 +158,12 @@ impl ReplicaSet {
             axes: GRADIENTS.to_vec(),
             all: comm.clone(),
             shard: comm.clone(),
+            gathers: comm.clone(),
             copies: None,
         };
         Self {
-            all: comm.clone(),
+            all: comm,
             groups: vec![group],
-            gathers: comm,
             owners: None,
             copy_groups: Vec::new(),
         }
@@ -172,7 +177,7 @@ impl ReplicaSet {
                 groups.push(StateGroup::new(mesh, axes)?);
             }
         }
-        let owners = several(mesh, &one_copy(model))?;
+        let owners = several(mesh, &one_copy(model, mesh.shape().sharded()))?;
         let mut copy_groups = Vec::new();
         for axis in MODEL_AXES {
             if mesh.size(&[axis]) == 1 {
@@ -186,11 +191,26 @@ impl ReplicaSet {
         }
         Ok(Self {
             all: groups[0].all.clone(),
-            gathers: groups[0].shard.clone(),
             groups,
             owners,
             copy_groups,
         })
+    }
+
+    /// Gives each group a communicator of its own for gathering, which then overlaps with the reduction of gradients. Every
+    /// rank of the mesh must call it.
+    pub fn gather_apart(&mut self, mesh: &Mesh) -> Result<(), CollectiveError> {
+        for group in &mut self.groups {
+            let mut axes = group.axes.clone();
+            axes.retain(|axis| mesh.shape().sharded().contains(axis));
+            let names: Vec<&str> = axes.iter().map(|axis| axis.name()).collect();
+            let name = match group.axes.len() {
+                all if all == GRADIENTS.len() => "parameters".into(),
+                _ => format!("parameters along {}", names.join(" × ")),
+            };
+            group.gathers = mesh.group_for(&axes, &name)?;
+        }
+        Ok(())
     }
 
     /// The group that sums over these axes.
@@ -209,12 +229,12 @@ mod tests {
 
     use AxisRole::{Cut, EqualGradients, PartialGradients};
     use ddp_proto::env::WorkerEnv;
+    use ddp_proto::ids::WorldSize;
 
     use super::*;
     use crate::collective::{Executor, SingleRank};
-    use crate::config::Parallel;
+    use crate::config::{Parallel, Pipeline};
     use crate::device::DType;
-    use crate::mesh::MeshShape;
     use crate::model::{GroupId, Init};
     use crate::session::Cancel;
 
@@ -226,34 +246,44 @@ mod tests {
         roles
     }
 
-    /// Where a rank stands along pipeline and tensor; along the data-parallel axes it is not the first.
-    fn at(pipeline: usize, tensor: usize) -> impl Fn(Axis) -> usize {
-        move |axis| match axis {
-            Axis::Pipeline => pipeline,
-            Axis::Tensor => tensor,
-            Axis::Replicate | Axis::Shard => 1,
-        }
+    /// Whether a rank at these places along pipeline and tensor counts; along the data-parallel axes it is not the first.
+    fn counts(roles: Roles, pipeline: usize, tensor: usize) -> bool {
+        let parallel = Parallel {
+            tensor: 4,
+            pipeline: Pipeline {
+                stages: 4,
+                ..Pipeline::default()
+            },
+            ..Parallel::default()
+        };
+        let env = WorkerEnv {
+            world_size: WorldSize(32),
+            local_world_size: 32,
+            ..WorkerEnv::single()
+        };
+        let mesh = MeshShape::new(&parallel, &env).unwrap();
+        is_counted(&roles, &MODEL_AXES, &mesh, (2 * pipeline + 1) * 4 + tensor)
     }
 
     #[test]
     fn every_part_of_a_cut_parameter_counts() {
         for (pipeline, tensor) in [(0, 0), (0, 1), (1, 0), (2, 3)] {
-            assert!(is_counted(&roles(Cut, Cut), &MODEL_AXES, at(pipeline, tensor)));
+            assert!(counts(roles(Cut, Cut), pipeline, tensor));
         }
     }
 
     #[test]
     fn of_copies_along_tensor_the_first_counts() {
         for role in [EqualGradients, PartialGradients] {
-            assert!(is_counted(&roles(Cut, role), &MODEL_AXES, at(2, 0)));
-            assert!(!is_counted(&roles(Cut, role), &MODEL_AXES, at(2, 1)));
+            assert!(counts(roles(Cut, role), 2, 0));
+            assert!(!counts(roles(Cut, role), 2, 1));
         }
     }
 
     #[test]
     fn of_a_tied_weight_the_first_stage_counts_every_part() {
         let tied = roles(PartialGradients, Cut);
-        let counts = |pipeline, tensor| is_counted(&tied, &MODEL_AXES, at(pipeline, tensor));
+        let counts = |pipeline, tensor| counts(tied, pipeline, tensor);
         assert!(counts(0, 0) && counts(0, 1) && !counts(3, 0));
     }
 

@@ -1,9 +1,9 @@
 //! Which rank owns which elements: the one map that reduction, optimizer, norm, gathering and checkpoints share.
 //!
 //! Memory is cut into *units*, which are communicated whole: buckets of the gradients (ZeRO-1), the parts of buckets
-//! that belong to one group (ZeRO-2), or groups of parameters (ZeRO-3). A unit is padded to world size × [`CHUNK`]
-//! elements and cut into equal slices, one a rank. The parameters of a unit are of one [`super::StateGroup`]; a unit that
-//! the ranks of a shard group hold different parameters of is not cut further.
+//! that belong to one group (ZeRO-2), or groups of parameters (ZeRO-3). A unit is padded to ranks × [`CHUNK`]
+//! elements and cut into equal slices, one a rank. The parameters of a unit are of one [`super::StateGroup`]; along an axis
+//! whose ranks hold different parameters of it, a unit is not cut further.
 //! An element lies in the same chunk of the layout whatever the units are, so the global norm, which is summed by
 //! chunk, has the same bits under every strategy.
 //!
@@ -13,7 +13,7 @@ use std::ops::Range;
 
 use super::{Bucket, GradientLayout, summed_over};
 use crate::device::{Arena, Buffer};
-use crate::mesh::{Axis, SHARDED};
+use crate::mesh::{Axis, MeshShape};
 use crate::model::ParamId;
 use crate::ops::CHUNK;
 
@@ -41,7 +41,7 @@ pub struct ShardUnit {
 /// The map from elements to ranks, as one rank sees it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Sharding {
-    world: usize,
+    mesh: MeshShape,
     rank: usize,
     units: Vec<ShardUnit>,
     /// By parameter: its unit, and its elements within the unit.
@@ -58,43 +58,43 @@ impl Sharding {
             let range = buckets[0].range.start..buckets[buckets.len() - 1].range.end;
             (range, params.concat(), "all gradients".to_owned())
         });
-        Self::new(layout, 1, 0, all)
+        Self::new(layout, MeshShape::of_shards(1), 0, all)
     }
 
-    /// Buckets, each cut over `world` ranks.
-    pub fn of_buckets(layout: &GradientLayout, world: usize, rank: usize) -> Self {
+    /// Buckets, each cut over the ranks that hold one copy of the state, as `rank` of the mesh sees it.
+    pub fn of_buckets(layout: &GradientLayout, mesh: MeshShape, rank: usize) -> Self {
         let buckets = layout.buckets().iter().enumerate().map(|(i, bucket)| {
             let first = &layout.spec(bucket.params[0]).name;
             let name = format!("bucket {i}, from `{first}`");
             (bucket.range.clone(), bucket.params.clone(), name)
         });
-        Self::new(layout, world, rank, buckets)
+        Self::new(layout, mesh, rank, buckets)
     }
 
-    /// Buckets, cut where a group of parameters begins, each part cut over `world` ranks. What is in flight is then as
+    /// Buckets, cut where a group of parameters begins, each part cut over these ranks. What is in flight is then as
     /// large as a block and no larger than a bucket, and a tied weight delays only itself.
-    pub fn of_parts(layout: &GradientLayout, world: usize, rank: usize) -> Self {
+    pub fn of_parts(layout: &GradientLayout, mesh: MeshShape, rank: usize) -> Self {
         let parts = layout.buckets().iter().enumerate().flat_map(|(i, bucket)| {
             by_group(layout, &bucket.params).map(move |params| {
                 let name = format!("part of bucket {i}, from `{}`", layout.spec(params[0]).name);
                 (chunks_around(layout, params), params.to_vec(), name)
             })
         });
-        Self::new(layout, world, rank, parts)
+        Self::new(layout, mesh, rank, parts)
     }
 
-    /// Groups of parameters, each cut over `world` ranks.
-    pub fn of_groups(layout: &GradientLayout, world: usize, rank: usize) -> Self {
+    /// Groups of parameters, each cut over these ranks.
+    pub fn of_groups(layout: &GradientLayout, mesh: MeshShape, rank: usize) -> Self {
         let groups = by_group(layout, layout.order()).map(|params| {
             let name = format!("group of `{}`", layout.spec(params[params.len() - 1]).name);
             (chunks_around(layout, params), params.to_vec(), name)
         });
-        Self::new(layout, world, rank, groups)
+        Self::new(layout, mesh, rank, groups)
     }
 
     fn new(
         layout: &GradientLayout,
-        world: usize,
+        mesh: MeshShape,
         rank: usize,
         ranges: impl IntoIterator<Item = (Range<usize>, Vec<ParamId>, String)>,
     ) -> Self {
@@ -107,8 +107,7 @@ impl Sharding {
                 unit_ranges[id.0] = (units.len(), at.start - range.start..at.end - range.start);
             }
             let axes = summed_over(&layout.spec(params[0]).roles);
-            let is_sharded = SHARDED.iter().all(|axis| axes.contains(axis));
-            let ranks = if is_sharded { world } else { 1 };
+            let ranks = mesh.size(&cut_along(&axes, &mesh));
             let start = units.last().map_or(0, |unit| unit.whole.end);
             let shard = units.last().map_or(0, |unit| unit.shard.end);
             let len = range.len().next_multiple_of(ranks * CHUNK);
@@ -124,7 +123,7 @@ impl Sharding {
             });
         }
         Self {
-            world,
+            mesh,
             rank,
             units,
             unit_ranges,
@@ -136,9 +135,9 @@ impl Sharding {
         &self.units
     }
 
-    /// Ranks that units are cut over.
+    /// Ranks that units of parameters are cut over that every rank holds alike.
     pub fn world(&self) -> usize {
-        self.world
+        self.mesh.size(self.mesh.sharded())
     }
 
     /// Unit of a parameter, and its elements within the unit.
@@ -180,7 +179,7 @@ impl Sharding {
 
     /// This rank's slice within a unit.
     pub fn own(&self, unit: usize) -> Range<usize> {
-        slice(&self.units[unit], self.rank)
+        self.slice(&self.units[unit], self.rank)
     }
 
     /// This rank's slice of a unit in both arenas.
@@ -239,11 +238,24 @@ impl Sharding {
     /// For each chunk of the shard of `rank`, in order, its chunk in the layout; `None` for padding.
     pub fn chunks_of(&self, rank: usize) -> Vec<Option<usize>> {
         let of_unit = |unit: &ShardUnit| {
-            let (own, first, count) = (slice(unit, rank), unit.first_chunk, unit.chunks);
+            let (own, first, count) = (self.slice(unit, rank), unit.first_chunk, unit.chunks);
             (own.start / CHUNK..own.end / CHUNK).map(move |i| (i < count).then_some(first + i))
         };
         self.units.iter().flat_map(of_unit).collect()
     }
+
+    /// The slice of a unit that a rank owns.
+    fn slice(&self, unit: &ShardUnit, rank: usize) -> Range<usize> {
+        let index = self.mesh.index(rank, &cut_along(&unit.axes, &self.mesh));
+        let each = unit.shard.len();
+        index * each..(index + 1) * each
+    }
+}
+
+/// The axes along which a unit is cut whose gradients are summed over `axes`.
+fn cut_along(axes: &[Axis], mesh: &MeshShape) -> Vec<Axis> {
+    let is_summed = |axis: &Axis| axes.contains(axis);
+    mesh.sharded().iter().copied().filter(is_summed).collect()
 }
 
 /// A part of a parameter that this rank owns.
@@ -290,12 +302,6 @@ impl ArenaShare {
             Self::Shard(arena) => arena.slice(place.shard.clone()),
         }
     }
-}
-
-/// The slice of a unit that a rank of the shard group owns.
-fn slice(unit: &ShardUnit, rank: usize) -> Range<usize> {
-    let (index, each) = (rank % unit.ranks, unit.shard.len());
-    index * each..(index + 1) * each
 }
 
 /// Cuts parameters into neighbours of the same group.
@@ -347,7 +353,7 @@ mod tests {
                 let mut owned = sizes.iter().map(|&(len, _)| vec![0; len]).collect::<Vec<_>>();
                 let mut chunks = vec![0; layout.len() / CHUNK];
                 for rank in 0..world {
-                    let sharding = sharding_of(&layout, world, rank);
+                    let sharding = sharding_of(&layout, MeshShape::of_shards(world), rank);
                     prop_assert_eq!(sharding.shard_len() * world, sharding.whole_len());
                     let mut end = 0;
                     for piece in sharding.own_pieces() {
@@ -380,7 +386,7 @@ mod tests {
             world in 1_usize..4,
         ) {
             let layout = layout(&sizes, 100_000, world);
-            let sharding = Sharding::of_groups(&layout, world, 0);
+            let sharding = Sharding::of_groups(&layout, MeshShape::of_shards(world), 0);
             for (index, unit) in sharding.units().iter().enumerate() {
                 let gaps: usize = sharding.gaps(index).iter().map(ExactSizeIterator::len).sum();
                 let params: usize = unit.params.iter().map(|id| sizes[id.0].0).sum();
@@ -393,6 +399,7 @@ mod tests {
     fn parts_are_no_larger_than_their_bucket_or_their_group() {
         let sizes = [(40_000, 0), (30_000, 1), (30_000, 1), (50_000, 1), (70_000, 2)];
         let layout = layout(&sizes, 400_000, 2);
+        let two = MeshShape::of_shards(2);
         let params = |sharding: &Sharding| -> Vec<Vec<usize>> {
             let units = sharding.units().iter();
             units
@@ -400,15 +407,15 @@ mod tests {
                 .collect()
         };
         assert_eq!(
-            params(&Sharding::of_buckets(&layout, 2, 0)),
+            params(&Sharding::of_buckets(&layout, two, 0)),
             [vec![4], vec![3, 2], vec![1, 0]]
         );
         assert_eq!(
-            params(&Sharding::of_groups(&layout, 2, 0)),
+            params(&Sharding::of_groups(&layout, two, 0)),
             [vec![4], vec![3, 2, 1], vec![0]]
         );
         let parts = [vec![4], vec![3, 2], vec![1], vec![0]];
-        assert_eq!(params(&Sharding::of_parts(&layout, 2, 0)), parts);
+        assert_eq!(params(&Sharding::of_parts(&layout, two, 0)), parts);
     }
 
     #[test]

@@ -68,7 +68,13 @@ impl LayoutSearch {
         may_go_on: &mut dyn FnMut() -> bool,
     ) -> Result<Option<Self>, TrainError> {
         let (parallel, cluster) = (&config.parallel, &machines.cluster);
-        let is_given = parallel.tensor > 1 || parallel.pipeline.stages > 1;
+        let given = [
+            parallel.tensor,
+            parallel.context,
+            parallel.expert,
+            parallel.pipeline.stages,
+        ];
+        let is_given = given.iter().any(|ranks| *ranks > 1);
         let is_known = machines.flops.is_some()
             && (cluster.ranks_a_node == 1 || cluster.link.is_some())
             && (cluster.nodes == 1 || cluster.network.is_some());

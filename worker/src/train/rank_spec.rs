@@ -17,7 +17,7 @@ use super::strategy::{ShardingStrategy, held, mesh, part_of, pipeline_plan};
 use super::world::{Groups, World, stage_messages};
 use crate::config::{Accumulate, LastBatch, TrainConfig};
 use crate::costs::micro_batch_shape;
-use crate::mesh::{Axis, MeshShape, SHARDED};
+use crate::mesh::{Axis, MeshShape};
 use crate::model::{ActivationPool, Model, ModelPart};
 use crate::optim::{Optimizer, StateMemory};
 use crate::parallel::pipeline::PipelinePlan;
@@ -88,24 +88,24 @@ impl RankSpec {
             .into_iter()
             .map(|first| {
                 let (_, layout) = held(config, &mesh, &part_of(config, &mesh, &self.plan, first))?;
-                let sharding = self.strategy.sharding(&layout, 0);
+                let sharding = self.strategy.sharding(&layout, first);
                 Ok::<_, TrainError>((layout, sharding))
             });
         let stages = stages.collect::<Result<Vec<_>, _>>()?;
-        let one_copy = one_copy(&self.model.all_params);
+        let one_copy = one_copy(&self.model.all_params, mesh.sharded());
         // Ranks that differ along the other axis only count the same chunks.
         let mut axes = one_copy.clone();
-        axes.retain(|axis| !SHARDED.contains(axis));
+        axes.retain(|axis| !mesh.sharded().contains(axis));
+        let stage = |member| &stages[mesh.index(member, &[Axis::Pipeline])];
         let counted = mesh.members(self.rank, &axes).into_iter().map(|member| {
-            let at = |axis| mesh.index(member, &[axis]);
-            let (layout, _) = &stages[at(Axis::Pipeline)];
-            layout.chunks_in(whole, |id| is_counted(&layout.spec(id).roles, &one_copy, at))
+            let (layout, _) = stage(member);
+            let counts = |id| is_counted(&layout.spec(id).roles, &one_copy, &mesh, member);
+            layout.chunks_in(whole, counts)
         });
         let counted: Vec<_> = counted.collect();
         let chunks = mesh.members(self.rank, &one_copy).into_iter().map(|member| {
-            let at = |axes: &[Axis]| mesh.index(member, axes);
-            let (_, sharding) = &stages[at(&[Axis::Pipeline])];
-            NormOrder::chunks(sharding, at(&SHARDED), &counted[at(&axes)])
+            let (_, sharding) = stage(member);
+            NormOrder::chunks(sharding, member, &counted[mesh.index(member, &axes)])
         });
         Ok(NormOrder::new(&chunks.collect::<Vec<_>>()))
     }
@@ -114,7 +114,7 @@ impl RankSpec {
     pub(crate) fn connect(&self, world: &World) -> Result<Groups, TrainError> {
         let mut set = ReplicaSet::of(&world.mesh, &self.model.params, &self.model.all_params)?;
         if self.strategy.reshard_policy(&self.config.parallel) != ReshardPolicy::KeepAll {
-            set.gathers = world.mesh.group_for(&SHARDED, "parameters")?;
+            set.gather_apart(&world.mesh)?;
         }
         Ok(Groups {
             set,
@@ -131,7 +131,7 @@ impl RankSpec {
     ) -> Result<(Parameters, Reducer), TrainError> {
         let (strategy, layout) = (&self.strategy, &self.layout);
         let (parallel, compute) = (&self.config.parallel, &world.compute);
-        let sharding = Arc::new(strategy.sharding(layout, world.mesh.index(&SHARDED)));
+        let sharding = Arc::new(strategy.sharding(layout, self.rank));
         let policy = strategy.reshard_policy(parallel);
         let parameters = Parameters::new(set, compute, &self.model, &sharding, policy)?;
         let reduction = ReducerConfig {

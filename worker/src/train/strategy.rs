@@ -19,7 +19,7 @@ use crate::config::{
     self, Accumulate, OptimizerConfig, OptimizerKind, Parallel, Problem, Strategy, TrainConfig,
 };
 use crate::costs::Work;
-use crate::mesh::{Axis, GRADIENTS, MeshShape, SHARDED};
+use crate::mesh::{Axis, GRADIENTS, MeshShape};
 use crate::model::{self, Model, ModelPart};
 use crate::optim::ParamGroups;
 use crate::parallel::pipeline::{LayerCosts, PipelinePlan};
@@ -39,7 +39,7 @@ pub(crate) struct ShardingStrategy {
 impl ShardingStrategy {
     /// A pure function, so that every rank decides the same.
     pub(crate) fn new(parallel: &Parallel, micro_batches: usize, mesh: MeshShape) -> Self {
-        let strategy = match mesh.size(&SHARDED) {
+        let strategy = match mesh.size(mesh.sharded()) {
             1 => Strategy::Ddp,
             _ => parallel.strategy,
         };
@@ -61,7 +61,7 @@ impl ShardingStrategy {
 
     /// Ranks that hold one copy of the state.
     pub(crate) fn shard_ranks(&self) -> usize {
-        self.mesh.size(&SHARDED)
+        self.mesh.size(self.mesh.sharded())
     }
 
     /// What stays gathered of the parameters.
@@ -75,16 +75,16 @@ impl ShardingStrategy {
         }
     }
 
-    /// Which rank owns what, for a rank of the shard group.
+    /// Which rank owns what, for a rank of the mesh.
     pub(crate) fn sharding(&self, layout: &GradientLayout, rank: usize) -> Sharding {
-        let shard = self.shard_ranks();
+        let mesh = self.mesh;
         match (self.strategy, self.accumulate) {
             (Strategy::Ddp, None) => Sharding::replicated(layout),
-            (Strategy::Zero2, Some(Accumulate::Sharded)) => Sharding::of_parts(layout, shard, rank),
+            (Strategy::Zero2, Some(Accumulate::Sharded)) => Sharding::of_parts(layout, mesh, rank),
             (Strategy::Ddp | Strategy::Zero1 | Strategy::Zero2, _) => {
-                Sharding::of_buckets(layout, shard, rank)
+                Sharding::of_buckets(layout, mesh, rank)
             }
-            (Strategy::Zero3, _) => Sharding::of_groups(layout, shard, rank),
+            (Strategy::Zero3, _) => Sharding::of_groups(layout, mesh, rank),
         }
     }
 }

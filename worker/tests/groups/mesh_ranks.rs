@@ -28,6 +28,9 @@ pub(crate) struct Case {
     tensor: usize,
     replicate: usize,
     shard: usize,
+    /// `parallel.expert`
+    pub(crate) expert: usize,
+    pub(crate) context: usize,
     pub(crate) strategy: Strategy,
     pub(crate) accumulate: Accumulate,
     micro_batches: usize,
@@ -41,6 +44,8 @@ impl Case {
             tensor: 1,
             replicate,
             shard,
+            expert: 1,
+            context: 1,
             strategy,
             accumulate: Accumulate::Full,
             micro_batches: 3,
@@ -48,13 +53,17 @@ impl Case {
     }
 
     pub(crate) fn ranks(&self) -> usize {
-        self.stages * self.replicate * self.shard * self.tensor
+        self.stages * self.replicate * self.shard * self.expert.max(self.context) * self.tensor
     }
 
     pub(crate) fn mesh(&self) -> MeshShape {
         let parallel = Parallel {
             strategy: self.strategy,
-            shard_group: Some(ShardGroup::Ranks(self.shard)),
+            shard_group: Some(ShardGroup::Ranks(
+                self.shard * (self.expert / self.context).max(1),
+            )),
+            expert: self.expert,
+            context: self.context,
             tensor: self.tensor,
             pipeline: Pipeline {
                 stages: self.stages,
@@ -74,9 +83,9 @@ impl Case {
     pub(crate) fn sharding(&self, layout: &GradientLayout, rank: usize) -> Sharding {
         match (self.strategy, self.accumulate) {
             (Strategy::Ddp, _) => Sharding::replicated(layout),
-            (Strategy::Zero2, Accumulate::Sharded) => Sharding::of_parts(layout, self.shard, rank),
-            (Strategy::Zero1 | Strategy::Zero2, _) => Sharding::of_buckets(layout, self.shard, rank),
-            (Strategy::Zero3, _) => Sharding::of_groups(layout, self.shard, rank),
+            (Strategy::Zero2, Accumulate::Sharded) => Sharding::of_parts(layout, self.mesh(), rank),
+            (Strategy::Zero1 | Strategy::Zero2, _) => Sharding::of_buckets(layout, self.mesh(), rank),
+            (Strategy::Zero3, _) => Sharding::of_groups(layout, self.mesh(), rank),
         }
     }
 
@@ -202,7 +211,7 @@ impl Member {
         let layout = case.layout(&part);
         Self {
             set: ReplicaSet::of(&mesh, &part.params(), &part.params()).unwrap(),
-            sharding: Arc::new(case.sharding(&layout, at(Axis::Shard))),
+            sharding: Arc::new(case.sharding(&layout, rank.rank())),
             layout: Arc::new(layout),
             case,
             rank,
@@ -286,7 +295,7 @@ fn differences(case: Case, policy: ReshardPolicy, (key, culprit): (&str, usize))
         let set = ReplicaSet::of(&mesh, &model.params, &model.all_params).unwrap();
         let config = LayoutConfig::new(case.replicate * case.shard);
         let layout = GradientLayout::of_model(&model, &config).unwrap();
-        let sharding = Arc::new(case.sharding(&layout, at(Axis::Shard)));
+        let sharding = Arc::new(case.sharding(&layout, rank.rank()));
         let compute = Compute::new(rank.device.clone());
         let parameters = Parameters::new(&set, &compute, &model, &sharding, policy).unwrap();
         assert_eq!(parameters.difference(0).unwrap(), None);

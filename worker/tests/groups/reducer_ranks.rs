@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use ddp_worker::collective::{Communicator, Executor, RankInfo, connect};
 use ddp_worker::config::{self, Accumulate, ModelKind, Sync};
 use ddp_worker::device::{Compute, CpuDevice, Device, Event};
+use ddp_worker::mesh::MeshShape;
 use ddp_worker::model::{self, ParamId};
 use ddp_worker::parallel::{
     GradSpec, GradientLayout, LayoutConfig, Parameters, ReduceError, Reducer, ReducerConfig, ReplicaSet,
@@ -132,7 +133,11 @@ proptest! {
 
 /// A reducer whose every micro-batch is reduced to shards; each parameter is a unit.
 fn staged(comm: &Communicator, device: &Arc<dyn Device>, layout: &Arc<GradientLayout>) -> Reducer {
-    let sharding = Arc::new(Sharding::of_buckets(layout, comm.size(), comm.rank()));
+    let sharding = Arc::new(Sharding::of_buckets(
+        layout,
+        MeshShape::of_shards(comm.size()),
+        comm.rank(),
+    ));
     let config = ReducerConfig {
         accumulate: Accumulate::Sharded,
         ..ReducerConfig::default()

@@ -11,7 +11,7 @@ use std::time::Instant;
 use ddp_worker::collective::Executor;
 use ddp_worker::config::{Accumulate, OptimizerConfig, OptimizerKind, Recompute, Strategy, Train};
 use ddp_worker::device::{Buffer, Compute, DType, DeviceError, Event};
-use ddp_worker::mesh::{Axis, Mesh, SAMPLES};
+use ddp_worker::mesh::{Axis, GRADIENTS, Mesh};
 use ddp_worker::model::{
     Activation, AxisRole, Block, Context, GradSink, GroupId, Init, Model, ModelPart, ParamId, ParamSpec,
     Params as _, Pass, Saved,
@@ -149,11 +149,10 @@ impl Worker {
     fn new(rank: Rank, case: Case, cut: Axis, kind: OptimizerKind) -> (Self, Reducer) {
         let model = model_of(case, cut, rank.rank());
         let layout = Arc::new(layout_of(case, &model));
-        let index = case.mesh().index(rank.rank(), &[Axis::Shard]);
-        let sharding = Arc::new(case.sharding(&layout, index));
+        let sharding = Arc::new(case.sharding(&layout, rank.rank()));
         let mesh = Mesh::new(case.mesh(), rank.comm.clone(), Executor::Thread);
         let mut set = ReplicaSet::of(&mesh, &model.params, &model.all_params).unwrap();
-        set.gathers = mesh.group_for(&[Axis::Shard], "parameters").unwrap();
+        set.gather_apart(&mesh).unwrap();
         let policy = match case.strategy {
             Strategy::Zero3 => ReshardPolicy::Release {
                 after_forward: true,
@@ -203,7 +202,7 @@ impl Worker {
     /// those that the ranks along `cut` send it.
     fn samples_of(&self, key: &str, micro_batch: usize) -> Vec<usize> {
         let (shape, rank) = (self.case.mesh(), self.rank.rank());
-        let sample = |rank| micro_batch * self.case.ranks() + shape.index(rank, &SAMPLES);
+        let sample = |rank| micro_batch * self.case.ranks() + shape.index(rank, &GRADIENTS);
         let Some((_, expert)) = key.split_once("experts.") else {
             return vec![sample(rank)];
         };
@@ -302,13 +301,12 @@ fn layout_of(case: Case, model: &Model) -> GradientLayout {
 /// That of the model with all experts.
 fn norm_order(case: Case, cut: Axis, rank: usize) -> NormOrder {
     let (shape, all) = (case.mesh(), model(0..EXPERTS, cut));
-    let (whole, one_copy) = (layout_of(case, &all), one_copy(&all.params));
+    let (whole, one_copy) = (layout_of(case, &all), one_copy(&all.params, shape.sharded()));
     let chunks = shape.members(rank, &one_copy).into_iter().map(|member| {
-        let at = |axis| shape.index(member, &[axis]);
         let layout = layout_of(case, &model_of(case, cut, member));
-        let sharding = case.sharding(&layout, at(Axis::Shard));
-        let counts = |id| is_counted(&layout.spec(id).roles, &one_copy, at);
-        NormOrder::chunks(&sharding, at(Axis::Shard), &layout.chunks_in(&whole, counts))
+        let sharding = case.sharding(&layout, member);
+        let counts = |id| is_counted(&layout.spec(id).roles, &one_copy, &shape, member);
+        NormOrder::chunks(&sharding, member, &layout.chunks_in(&whole, counts))
     });
     NormOrder::new(&chunks.collect::<Vec<_>>())
 }
@@ -352,11 +350,15 @@ fn check(case: Case, cut: Axis, kind: OptimizerKind) {
     }
     assert!(expected.losses[0] > expected.losses[2], "{:?}", expected.losses);
     let copies = |key: &str| owned[&key.to_owned()] as f64 / values[&key.to_owned()].len() as f64;
-    let replicas = case.mesh().size(&[Axis::Replicate]) as f64;
-    let of_expert = if cut == Axis::Replicate { 1.0 } else { replicas };
+    let held_by = |is_held_alike: &dyn Fn(&Axis) -> bool| {
+        let [mut all, mut shards] = [GRADIENTS.to_vec(), case.mesh().sharded().to_vec()];
+        all.retain(is_held_alike);
+        shards.retain(is_held_alike);
+        (case.mesh().size(&all) / case.mesh().size(&shards)) as f64
+    };
     assert_eq!(
         [copies("h.0.up.weight"), copies("h.1.experts.1.weight")],
-        [replicas, of_expert],
+        [held_by(&|_| true), held_by(&|axis| *axis != cut)],
         "{what}: copies of the state"
     );
 }
@@ -377,6 +379,13 @@ fn experts_that_fewer_ranks_sum_train_as_on_one_rank() {
         case.accumulate = accumulate;
         check(case, cut, OptimizerKind::Adamw);
     }
+    for strategy in [Strategy::Ddp, Strategy::Zero1, Strategy::Zero2, Strategy::Zero3] {
+        let mut case = Case::of(strategy, if strategy == Strategy::Ddp { [2, 1] } else { [1, 2] });
+        case.expert = 2;
+        check(case, Axis::Expert, OptimizerKind::Adamw);
+        case.context = 2;
+        check(case, Axis::Context, OptimizerKind::Adamw);
+    }
 }
 
 #[test]
@@ -384,4 +393,7 @@ fn muon_makes_experts_orthogonal_among_the_ranks_that_hold_them() {
     for cut in [Axis::Shard, Axis::Replicate] {
         check(Case::of(Strategy::Zero3, [2, 2]), cut, OptimizerKind::Muon);
     }
+    let mut case = Case::of(Strategy::Zero3, [1, 2]);
+    case.expert = 2;
+    check(case, Axis::Expert, OptimizerKind::Muon);
 }

@@ -10,6 +10,7 @@ use crate::train_support::probed::{Moment, ProbedDevice};
 use ddp_worker::config::{
     Accumulate, PipelineSchedule, Precision, ReduceDtype, ShardGroup, Strategy, TrainConfig,
 };
+use ddp_worker::mesh::MeshShape;
 use ddp_worker::model;
 use ddp_worker::ops::CHUNK;
 use ddp_worker::parallel::{Dtypes, GradientLayout, LayoutConfig, Sharding};
@@ -240,14 +241,15 @@ fn padded_units(job: &Job, world: usize) -> (usize, usize) {
     let layout = LayoutConfig::of(&config.parallel, world).with_dtypes(Dtypes::of(config));
     let layout = GradientLayout::of_model(&model, &layout).unwrap();
     let is_full = config.parallel.accumulate == Accumulate::Full && config.train.grad_accumulation > 1;
+    let mesh = MeshShape::of_shards(world);
     let sharding = match config.parallel.strategy {
         Strategy::Ddp if config.parallel.sync_each_batch && config.train.grad_accumulation > 1 => {
-            Sharding::of_buckets(&layout, 1, 0)
+            Sharding::of_buckets(&layout, MeshShape::of_shards(1), 0)
         }
         Strategy::Ddp => Sharding::replicated(&layout),
-        Strategy::Zero2 if !is_full => Sharding::of_parts(&layout, world, 0),
-        Strategy::Zero1 | Strategy::Zero2 => Sharding::of_buckets(&layout, world, 0),
-        Strategy::Zero3 => Sharding::of_groups(&layout, world, 0),
+        Strategy::Zero2 if !is_full => Sharding::of_parts(&layout, mesh, 0),
+        Strategy::Zero1 | Strategy::Zero2 => Sharding::of_buckets(&layout, mesh, 0),
+        Strategy::Zero3 => Sharding::of_groups(&layout, mesh, 0),
     };
     let units = sharding.units().iter();
     let blocks = units.filter(|unit| model.params[unit.params[0].0].key.starts_with("h."));

@@ -14,6 +14,7 @@ use ddp_worker::config::{
     TrainConfig,
 };
 use ddp_worker::device::Device;
+use ddp_worker::mesh::MeshShape;
 use ddp_worker::model;
 use ddp_worker::parallel::{GradientLayout, LayoutConfig, Sharding};
 
@@ -230,7 +231,7 @@ fn small_groups_that_persist_are_gathered_once_a_step() {
     let model = model::build(&job.config.model, 256).unwrap();
     let config = LayoutConfig::of(&job.config.parallel, RANKS as usize);
     let layout = GradientLayout::of_model(&model, &config).unwrap();
-    let sharding = Sharding::of_groups(&layout, RANKS as usize, 0);
+    let sharding = Sharding::of_groups(&layout, MeshShape::of_shards(RANKS as usize), 0);
     // The head has 128 elements, the positions 1,024, the tied weight 16,384, a block 49,984.
     for (persist_below, persistent) in [(129, 1), (2_000, 2), (20_000, 3), (50_000, 5)] {
         let (trained, _) = run(Strategy::Zero3, persist_below);

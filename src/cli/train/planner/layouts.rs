@@ -79,7 +79,7 @@ fn recommendation(best: &[FoundLayout]) -> String {
 /// `zero3`, or `zero3 over 8` if it shards over 8 of the data-parallel ranks.
 fn strategy(candidate: &Candidate) -> String {
     let name = report::name(candidate);
-    match candidate.mesh.size(&[Axis::Shard]) as u64 {
+    match candidate.mesh.size(&[Axis::Shard, Axis::Expert]) as u64 {
         shard if shard == 1 || shard == candidate.batch.ranks => name.to_owned(),
         shard => format!("{name} over {shard}"),
     }

@@ -26,6 +26,7 @@ use super::readiness::ReduceError;
 use crate::collective::{Communicator, Launch, ReduceOp, Traffic, Work};
 use crate::config::{Accumulate, Sync};
 use crate::device::{Arena, ArenaSpec, Buffer, Compute, DType, Event};
+use crate::mesh::MeshShape;
 use crate::model::ParamId;
 use crate::ops::{Cast, ColumnSum, Fill};
 use crate::parallel::comm_times::CommTracker;
@@ -134,7 +135,7 @@ impl Reduction {
         };
         match sync {
             _ if sharding.world() > 1 => of_units(sharding),
-            Sync::Bucketed => of_units(&Sharding::of_buckets(layout, 1, 0)),
+            Sync::Bucketed => of_units(&Sharding::of_buckets(layout, MeshShape::of_shards(1), 0)),
             Sync::Naive => of_units(&Sharding::replicated(layout)),
             Sync::PerParameter => {
                 let tag = |id| format!("gradient of `{}`", layout.spec(id).name);

@@ -40,7 +40,7 @@ pub(super) struct OwnTensors {
 pub(super) fn written(here: RankState<'_>) -> Vec<OwnTensors> {
     let (parameters, mesh) = (&here.replica.parameters, &here.world.mesh);
     let roles = |id: ParamId| &here.replica.model.params[id.0].roles;
-    let is_first = |id| is_counted(roles(id), &MODEL_AXES, |axis| mesh.index(&[axis]));
+    let is_first = |id| is_counted(roles(id), &MODEL_AXES, mesh.shape(), mesh.rank());
     let pieces = parameters.replica_set().groups.iter().flat_map(|group| {
         let is_written = |id| group.axes == summed_over(roles(id)) && is_first(id);
         let copies = group.copies.as_ref().map(|copies| (copies.rank(), copies.size()));

@@ -1,6 +1,6 @@
 //! What any number of ranks writes, whoever owns what, any other number reads.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use ddp_proto::env::WorkerEnv;
 use ddp_proto::ids::WorldSize;
@@ -77,11 +77,11 @@ fn sharding(model: &Model, owners: Owners, rank: usize, ranks: usize) -> Shardin
     let copy = ranks_of_a_copy(ranks);
     match owners {
         Owners::All => Sharding::replicated(&layout),
-        Owners::Buckets => Sharding::of_buckets(&layout, ranks, rank),
-        Owners::Parts => Sharding::of_parts(&layout, ranks, rank),
-        Owners::Groups => Sharding::of_groups(&layout, ranks, rank),
-        Owners::CopiesOfParts => Sharding::of_parts(&layout, copy, rank % copy),
-        Owners::CopiesOfGroups => Sharding::of_groups(&layout, copy, rank % copy),
+        Owners::Buckets => Sharding::of_buckets(&layout, MeshShape::of_shards(ranks), rank),
+        Owners::Parts => Sharding::of_parts(&layout, MeshShape::of_shards(ranks), rank),
+        Owners::Groups => Sharding::of_groups(&layout, MeshShape::of_shards(ranks), rank),
+        Owners::CopiesOfParts => Sharding::of_parts(&layout, MeshShape::of_shards(copy), rank % copy),
+        Owners::CopiesOfGroups => Sharding::of_groups(&layout, MeshShape::of_shards(copy), rank % copy),
     }
 }
 
@@ -228,12 +228,13 @@ fn what_the_ranks_that_are_left_have_not_kept_is_named() {
 struct Trained {
     model: config::Model,
     parallel: Parallel,
-    /// The ranks along it hold different parameters of the key [`EXPERT`].
-    cut: Option<Axis>,
+    /// The ranks along them hold different parameters of the key [`EXPERT`].
+    cut: Vec<Axis>,
     ranks: usize,
 }
 
 const EXPERT: &str = "h.1.mlp.c_fc.weight";
+const EXPERTS: [Axis; 2] = [Axis::Expert, Axis::Context];
 
 /// Up to three stages, and two of everything else.
 fn trained() -> impl proptest::strategy::Strategy<Value = Trained> {
@@ -244,15 +245,21 @@ fn trained() -> impl proptest::strategy::Strategy<Value = Trained> {
         Strategy::Zero2,
         Strategy::Zero3,
     ]);
-    let degrees = (1_usize..4, 1_usize..3, 1_usize..3, 1_usize..3);
-    let cut = prop::sample::select(vec![None, Some(Axis::Replicate), Some(Axis::Shard)]);
+    let degrees = (1_usize..4, 1_usize..3, 1_usize..3, 1_usize..3, 1_usize..3);
+    let cut = prop::sample::select(vec![
+        vec![],
+        vec![Axis::Replicate],
+        vec![Axis::Shard],
+        EXPERTS.to_vec(),
+    ]);
     (kind, strategy, any::<bool>(), any::<bool>(), degrees, cut).prop_map(
-        |(kind, strategy, is_full, sequence, (stages, replicate, shard, tensor), cut)| Trained {
+        |(kind, strategy, is_full, sequence, (stages, replicate, shard, context, tensor), cut)| Trained {
             model: config::Model { kind, ..config() },
-            cut,
             parallel: Parallel {
                 strategy,
-                shard_group: Some(ShardGroup::Ranks(shard)),
+                shard_group: Some(ShardGroup::Ranks(2 * shard)),
+                context,
+                expert: if cut == EXPERTS { 2 * context } else { 1 },
                 accumulate: if is_full {
                     Accumulate::Full
                 } else {
@@ -268,7 +275,8 @@ fn trained() -> impl proptest::strategy::Strategy<Value = Trained> {
                 first_bucket_mb: 0.05,
                 ..Parallel::default()
             },
-            ranks: stages * replicate * shard * tensor,
+            ranks: stages * replicate * 2 * shard * context * tensor,
+            cut,
         },
     )
 }
@@ -287,24 +295,33 @@ impl Trained {
             chunks: (stages > 1).then(|| vec![first(stage)..first(stage + 1)]),
         };
         let mut model = model::build_part(&self.model, 1024, &part).unwrap();
-        for (cut, spec) in self.cut.into_iter().cycle().zip(&mut model.params) {
-            if spec.key == EXPERT {
-                spec.roles[cut as usize] = AxisRole::Cut;
-            }
-        }
+        let experts = model.params.iter_mut().filter(|spec| spec.key == EXPERT);
+        experts
+            .for_each(|spec| (self.cut.iter()).for_each(|&axis| spec.roles[axis as usize] = AxisRole::Cut));
         let config = LayoutConfig::of(&self.parallel, mesh.size(&GRADIENTS));
         let layout = GradientLayout::of_model(&model, &config).unwrap();
-        let sharding = ShardingStrategy::new(&self.parallel, 2, mesh).sharding(&layout, at(Axis::Shard));
+        let sharding = ShardingStrategy::new(&self.parallel, 2, mesh).sharding(&layout, rank);
         let roles = |id: ParamId| &model.params[id.0].roles;
-        let pieces = [false, true].into_iter().flat_map(|is_copied| {
-            let copies = if is_copied {
-                mesh.size(&[Axis::Replicate])
-            } else {
-                1
-            };
-            let is_of = |id| summed_over(roles(id)).contains(&Axis::Replicate) == is_copied;
-            let is_written = |id| is_of(id) && is_counted(roles(id), &MODEL_AXES, at);
-            written_by(&sharding, is_written, at(Axis::Replicate) % copies, copies)
+        let groups: BTreeSet<Vec<usize>> = (model.params.iter())
+            .map(|spec| {
+                summed_over(&spec.roles)
+                    .into_iter()
+                    .map(|axis| axis as usize)
+                    .collect()
+            })
+            .collect();
+        let pieces = groups.into_iter().flat_map(|group| {
+            let axes: Vec<Axis> = group.into_iter().map(|axis| Axis::ALL[axis]).collect();
+            let is_copied = |axis: &&Axis| !mesh.sharded().contains(axis);
+            let copied: Vec<Axis> = axes.iter().filter(is_copied).copied().collect();
+            let is_written =
+                |id| summed_over(roles(id)) == axes && is_counted(roles(id), &MODEL_AXES, &mesh, rank);
+            written_by(
+                &sharding,
+                is_written,
+                mesh.index(rank, &copied),
+                mesh.size(&copied),
+            )
         });
         let written = pieces.flat_map(|piece| {
             let spec = &model.params[piece.param.0];
@@ -336,7 +353,7 @@ proptest! {
             }
         }
         for (key, times) in times {
-            let parameters = trained.cut.filter(|_| key == EXPERT).map_or(1, |cut| mesh.size(&[cut]));
+            let parameters = if key == EXPERT { mesh.size(&trained.cut) } else { 1 };
             prop_assert!(times.iter().all(|&n| usize::from(n) == parameters), "`{key}`");
         }
     }

@@ -5,6 +5,7 @@ use std::time::Instant;
 
 use ddp_worker::collective::{Request, Traffic};
 use ddp_worker::config::Strategy;
+use ddp_worker::mesh::MeshShape;
 use ddp_worker::model;
 use ddp_worker::ops::Op;
 use ddp_worker::parallel::{GradientLayout, LayoutConfig, Sharding};
@@ -69,9 +70,10 @@ fn zero1_and_zero2_begin_the_next_forward_before_all_parameters_are_gathered() {
         let model = model::build(&job.config.model, 256).unwrap();
         let config = LayoutConfig::of(&job.config.parallel, RANKS as usize);
         let layout = GradientLayout::of_model(&model, &config).unwrap();
+        let mesh = MeshShape::of_shards(RANKS as usize);
         let sharding = match strategy {
-            Strategy::Zero1 => Sharding::of_buckets(&layout, RANKS as usize, 0),
-            _ => Sharding::of_parts(&layout, RANKS as usize, 0),
+            Strategy::Zero1 => Sharding::of_buckets(&layout, mesh, 0),
+            _ => Sharding::of_parts(&layout, mesh, 0),
         };
         // Backward finishes it first, so the forward needs it last.
         let last = &sharding.units()[0].name;
