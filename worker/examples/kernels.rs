@@ -299,7 +299,7 @@ fn account(op: &Op) -> (String, Cost) {
         Op::LinearDinp(op) => linear(&op.shape),
         Op::LinearDweight(op) => linear(&op.shape),
         Op::AttentionForward(op) => attention(&op.shape, 2.0, 4.0),
-        Op::AttentionBackward(op) => attention(&op.shape, 5.0, 8.0),
+        Op::AttentionBackward(op) => attention(&op.forward.shape, 5.0, 8.0),
         Op::GeluForward(op) => plain(2 * op.inp.bytes()),
         Op::GeluBackward(op) => plain(4 * op.inp_out.bytes()),
         Op::NormForward(op) => plain(2 * op.inp.bytes()),

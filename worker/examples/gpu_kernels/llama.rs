@@ -130,13 +130,16 @@ impl Llama {
         };
         bench.row("  gradient", work, || {
             Ok(AttentionBackward {
-                qkv: shape.views(&bench.act(n_qkv)?),
-                out: bench.act(n)?,
-                lse: lse()?,
+                forward: AttentionForward {
+                    qkv: shape.views(&bench.act(n_qkv)?),
+                    out: bench.act(n)?,
+                    lse: lse()?,
+                    shape,
+                    dropout: None,
+                },
                 dout: bench.act(n)?,
                 dqkv: shape.views(&bench.act(n_qkv)?),
-                shape,
-                dropout: None,
+                accumulate: false,
             })
         })
     }

@@ -118,13 +118,16 @@ impl Model {
         };
         bench.row("  gradient", work, || {
             Ok(AttentionBackward {
-                qkv: shape.views(&bench.act(3 * n)?),
-                out: bench.act(n)?,
-                lse: lse()?,
+                forward: AttentionForward {
+                    qkv: shape.views(&bench.act(3 * n)?),
+                    out: bench.act(n)?,
+                    lse: lse()?,
+                    shape,
+                    dropout: None,
+                },
                 dout: bench.act(n)?,
                 dqkv: shape.views(&bench.act(3 * n)?),
-                shape,
-                dropout: None,
+                accumulate: false,
             })
         })
     }

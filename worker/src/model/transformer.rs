@@ -446,14 +446,18 @@ impl Attention {
         drop(dprojected);
         let dqkv = ctx.lease("gradient of qkv", qkv.shape())?;
         let shape = self.shape(ctx);
-        ctx.enqueue(AttentionBackward {
+        let forward = AttentionForward {
             qkv: shape.views(qkv.buffer()),
             out: mixed.buffer().clone(),
             lse: lse.buffer().clone(),
-            dout: dmixed.buffer().clone(),
-            dqkv: shape.views(dqkv.buffer()),
             shape,
             dropout: self.mask(ctx),
+        };
+        ctx.enqueue(AttentionBackward {
+            forward,
+            dout: dmixed.buffer().clone(),
+            dqkv: shape.views(dqkv.buffer()),
+            accumulate: false,
         });
         drop((qkv, mixed, lse, dmixed));
         self.rotate(ctx, &dqkv, true);

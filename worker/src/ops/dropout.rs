@@ -85,7 +85,7 @@ impl DropoutMask {
         }
     }
 
-    /// Multiplies the numbers of a query and its keys, from a multiple of 16 on, by their factors. Of 16 keys, four groups
+    /// Multiplies the numbers of a query and its keys by their factors. Of 16 keys, from a multiple of 16 on, four groups
     /// have the words of keys `2g`, `2g + 1`, `2g + 8`, `2g + 9`: what one thread of a tensor core holds.
     pub(super) fn drop_keys<T: Real>(
         &self,
@@ -94,12 +94,13 @@ impl DropoutMask {
         row: &mut [T],
     ) {
         let (threshold, scale) = (self.threshold(), T::of(self.scale()));
-        let head = self.first as usize + head;
-        for (block, keys) in row.chunks_mut(16).enumerate() {
-            for quarter in 0..keys.len().div_ceil(2).min(4) {
-                let words = self.words(sample, head, query, first_key / 4 + 4 * block + quarter);
+        let (head, end) = (self.first as usize + head, first_key + row.len());
+        for block in (first_key / 16 * 16..end).step_by(16) {
+            for quarter in 0..(end - block).div_ceil(2).min(4) {
+                let words = self.words(sample, head, query, block / 4 + quarter);
                 for (i, word) in words.into_iter().enumerate() {
-                    if let Some(x) = keys.get_mut(2 * quarter + i % 2 + i / 2 * 8) {
+                    let key = block + 2 * quarter + i % 2 + i / 2 * 8;
+                    if let Some(x) = row.get_mut(key.wrapping_sub(first_key)) {
                         *x = if word < threshold { T::ZERO } else { *x * scale };
                     }
                 }

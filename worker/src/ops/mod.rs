@@ -12,7 +12,7 @@
 //! | `linear`, `column_sum` | [`LinearForward`], [`LinearDinp`], [`LinearDweight`]; [`AddBiasResidual`], and [`ColumnSum`] for the bias |
 //! | `encoder` | [`EncoderForward`], [`TokenBackward`], [`PositionBackward`]; of all tokens or a [`VocabularyPart`] |
 //! | `row_norm` | [`NormForward`], [`NormBackward`]: layer and root mean square normalisation |
-//! | `attention` | forward and backward, [`AttentionDecode`] in generation; [`Rotary`] |
+//! | `attention` | forward and backward, over stretches of keys with [`AttentionMerge`]; [`AttentionDecode`] in generation; [`Rotary`] |
 //! | `batch_norm` | batch normalisation over the rows of several ranks: [`crate::parallel::SyncBatchNorm`] |
 //! | `swiglu` | [`SwigluForward`], [`SwigluBackward`] |
 //! | `cross_entropy` | [`CrossEntropy`]: losses, and in training the gradient too; [`CrossEntropyPartial`] and [`CrossEntropyCombine`], where ranks have a part of the logits each; [`LossSum`] |
@@ -47,7 +47,8 @@ mod update;
 
 pub(crate) use attention::has_tensor_kernels;
 pub use attention::{
-    AttentionBackward, AttentionDecode, AttentionForward, AttentionShape, HeadsView, Rotary, RotaryEmbedding,
+    AttentionBackward, AttentionDecode, AttentionForward, AttentionMerge, AttentionShape, HeadsView, Rotary,
+    RotaryEmbedding,
 };
 pub use batch_norm::{BatchNormBackward, BatchNormBackwardSums, BatchNormForward, BatchNormSums};
 pub use column_sum::{AddBiasResidual, ColumnSum};
@@ -138,6 +139,7 @@ operations!(
     AttentionBackward,
     AttentionDecode,
     AttentionForward,
+    AttentionMerge,
     BatchNormBackward,
     BatchNormBackwardSums,
     BatchNormForward,

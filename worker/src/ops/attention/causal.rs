@@ -21,7 +21,7 @@ use crate::ops::cpu::kernel::{
 use crate::ops::cpu::matrix::{Matrix, MatrixMut, Tile, product};
 use crate::ops::cpu::stored::Stored;
 use crate::ops::cuda::plan::{Arg, Call, Plan, Scratch, expect_dtype};
-use crate::ops::{Cpu, DropoutMask, Isa, Operation};
+use crate::ops::{Cpu, DropoutMask, Isa, Operation, expect_len};
 
 /// Queries of a tile.
 const QUERIES: usize = 64;
@@ -66,7 +66,7 @@ impl Operation for AttentionForward {
     }
 
     fn plan(&self) -> Result<Plan, DeviceError> {
-        self.check()?;
+        self.check(Self::NAME)?;
         let [q, k, v] = buffers(&self.qkv);
         expect_dtype(self.out.dtype(), &[q, k, v])?;
         expect_dtype(DType::F32, &[&self.lse])?;
@@ -78,19 +78,18 @@ impl Operation for AttentionForward {
 }
 
 impl AttentionForward {
-    fn check(&self) -> Result<(), DeviceError> {
-        self.shape.check(
-            Self::NAME,
-            &[
-                ("out", &self.out, self.shape.channels()),
-                ("lse", &self.lse, self.shape.heads),
-            ],
-        )?;
-        self.shape.check_views(Self::NAME, &self.qkv)
+    /// Of `op`, which may be its backward.
+    fn check(&self, op: &'static str) -> Result<(), DeviceError> {
+        let outputs = [
+            ("out", &self.out, self.shape.channels()),
+            ("lse", &self.lse, self.shape.heads),
+        ];
+        self.shape.check(op, &outputs)?;
+        self.shape.check_views(op, &self.qkv)
     }
 
     fn compute<S: Stored>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        self.check()?;
+        self.check(Self::NAME)?;
         let shape = self.shape;
         let (positions, heads) = (shape.positions, shape.heads);
         let qkv = host::<S>(&self.qkv)?;
@@ -184,7 +183,7 @@ pub(super) fn head_forward<T: Real>(
             softmax_rows(isa, tile, span.clone(), &mut lse[first..end]);
             mask.drop_keys(tile, stride, span);
             let weights = Matrix::new(tile, end - first, seen, stride);
-            weighted(&mut out.rows_mut(first..end), past + first, weights, v);
+            weighted(&mut out.rows_mut(first..end), past + first, weights, v, false);
         }
     };
     with_copies(positions, [q, k, v], |[q, k, v]| {
@@ -229,55 +228,52 @@ kernel! {
     }
 }
 
-/// Gradients of [`AttentionForward`].
+/// Gradients of [`AttentionForward`]. Over a part of the keys of a query, of which `out` and `lse` are those of all its keys:
+/// the part's share of these gradients.
 #[derive(Clone, Debug)]
 pub struct AttentionBackward {
-    /// As in forward.
-    pub qkv: [HeadsView; 3],
-    /// `[B, T, H·D]`: of forward
-    pub out: Buffer,
-    /// `[B, H, T]`, f32 (f64 if `out` is): of forward
-    pub lse: Buffer,
+    /// Its inputs and outputs.
+    pub forward: AttentionForward,
     /// `[B, T, H·D]`
     pub dout: Buffer,
     /// Of queries, keys and values: of keys that no query sees, zeros. Views of one buffer, or of buffers without a common
     /// element.
     pub dqkv: [HeadsView; 3],
-    /// Sizes.
-    pub shape: AttentionShape,
-    /// As in forward.
-    pub dropout: Option<DropoutMask>,
+    /// Add to what is there.
+    pub accumulate: bool,
 }
 
 impl Operation for AttentionBackward {
     const NAME: &'static str = "attention_backward";
 
     fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        by_dtype!(Self::NAME, self.out.dtype(), S => self.compute::<S>(cpu))
+        by_dtype!(Self::NAME, self.dout.dtype(), S => self.compute::<S>(cpu))
     }
 
     fn plan(&self) -> Result<Plan, DeviceError> {
         self.check()?;
-        let ([q, k, v], [dq, dk, dv]) = (buffers(&self.qkv), buffers(&self.dqkv));
+        let AttentionForward { qkv, out, lse, .. } = &self.forward;
+        let ([q, k, v], [dq, dk, dv]) = (buffers(qkv), buffers(&self.dqkv));
         let [dq_view, dk_view, dv_view] = self.dqkv.each_ref().map(HeadsView::words);
-        let all = [&self.out, &self.dout, q, k, v, dq, dk, dv];
-        expect_dtype(self.out.dtype(), &all)?;
-        expect_dtype(DType::F32, &[&self.lse])?;
-        let launches = Launches::new(Self::NAME, &BACKWARD, self.shape, &self.qkv, &all)?;
-        let launches = launches.dropping(self.dropout);
+        let all = [out, &self.dout, q, k, v, dq, dk, dv];
+        expect_dtype(out.dtype(), &all)?;
+        expect_dtype(DType::F32, &[lse])?;
+        let launches = Launches::new(Self::NAME, &BACKWARD, self.forward.shape, qkv, &all)?;
+        let launches = launches.dropping(self.forward.dropout);
         // Numbers in f32 that the first kernel leaves of each query and head for the second.
         let on_tensor_cores = launches.on_tensor_cores();
         let left = if on_tensor_cores { 2 } else { 1 };
         let mut scratch = Scratch::default();
-        let left = scratch.take(left * self.lse.len() * DType::F32.bytes());
+        let left = scratch.take(left * lse.len() * DType::F32.bytes());
         let queries = launches.call(&DQ, |call| {
-            let call = call.read([q, k, v, &self.out, &self.lse, &self.dout]);
-            call.write([dq]).scratch([left]).u64([dq_view])
+            let call = call.read([q, k, v, out, lse, &self.dout]).write([dq]);
+            call.scratch([left]).u64([dq_view]).flag(self.accumulate)
         })?;
         let keys = launches.call(&DKV, |call| {
-            let lse = (!on_tensor_cores).then(|| Arg::Read(self.lse.clone()));
+            let lse = (!on_tensor_cores).then(|| Arg::Read(lse.clone()));
             let call = call.read([q, k, v]).with(lse).read([&self.dout]);
-            call.write([dk, dv]).scratch([left]).u64([dk_view, dv_view])
+            let call = call.write([dk, dv]).scratch([left]);
+            call.u64([dk_view, dv_view]).flag(self.accumulate)
         })?;
         Ok(scratch.plan(vec![queries, keys]))
     }
@@ -285,33 +281,18 @@ impl Operation for AttentionBackward {
 
 impl AttentionBackward {
     fn check(&self) -> Result<(), DeviceError> {
-        let channels = self.shape.channels();
-        self.shape.check(
-            Self::NAME,
-            &[
-                ("out", &self.out, channels),
-                ("lse", &self.lse, self.shape.heads),
-                ("dout", &self.dout, channels),
-            ],
-        )?;
-        self.shape.check_views(Self::NAME, &self.qkv)?;
-        self.shape.check_views(Self::NAME, &self.dqkv)
+        self.forward.check(Self::NAME)?;
+        expect_len(Self::NAME, "dout", self.dout.len(), self.forward.out.len())?;
+        self.forward.shape.check_views(Self::NAME, &self.dqkv)
     }
 
     fn compute<S: Stored>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
         self.check()?;
-        let shape = self.shape;
-        let (qkv, out, lse) = (
-            host::<S>(&self.qkv)?,
-            self.out.host::<S>()?,
-            self.lse.host::<S::Real>()?,
-        );
-        let dout = self.dout.host::<S>()?;
-        let forward = Forward {
-            qkv: qkv.each_ref().map(|data| &**data),
-            out: [&out, &dout],
-            lse: &lse,
-        };
+        let (isa, forward, accumulate) = (cpu.isa(), &self.forward, self.accumulate);
+        let shape = forward.shape;
+        let (qkv, lse) = (host::<S>(&forward.qkv)?, forward.lse.host::<S::Real>()?);
+        let (out, dout) = (forward.out.host::<S>()?, self.dout.host::<S>()?);
+        let (qkv, outs, lse) = (qkv.each_ref().map(|data| &**data), [&*out, &*dout], &*lse);
         // Of views of one buffer, only the first borrows it.
         let mut borrowed: Vec<(&HeadsView, HostMut<'_, S>)> = Vec::new();
         for view in &self.dqkv {
@@ -319,59 +300,41 @@ impl AttentionBackward {
                 borrowed.push((view, view.buffer.host_mut()?));
             }
         }
-        let parts = groups_of(shape, &self.dqkv, &mut borrowed);
-        let parts = parts.into_iter().enumerate().collect();
-        let isa = cpu.isa();
+        let groups = groups_of(shape, &self.dqkv, &mut borrowed);
+        let parts = groups.into_iter().enumerate().collect();
+        // The heads of queries that share keys and values, in their order.
         cpu.for_each_part(parts, |(i, group): (usize, GroupGradients<'_, S>)| {
-            let [sample, kv_head] = [i / shape.kv_heads, i % shape.kv_heads];
-            self.group_backward(isa, forward, group, [sample, kv_head * shape.heads_per_kv()]);
+            let GroupGradients { dq, mut dk, mut dv } = group;
+            let (sample, first_head) = (i / shape.kv_heads, i % shape.kv_heads * shape.heads_per_kv());
+            S::write_copy(isa, &mut dk, accumulate, |dk| {
+                S::write_copy(isa, &mut dv, accumulate, |dv| {
+                    for (member, mut dq) in dq.into_iter().enumerate() {
+                        let pair = [sample, first_head + member];
+                        let row = (sample * shape.heads + pair[1]) * shape.positions;
+                        let inputs = shape.inputs(&forward.qkv, qkv, pair);
+                        read_head(
+                            isa,
+                            inputs,
+                            outs.map(|out| shape.head(out, pair)),
+                            |inputs, outs| {
+                                let head = AttentionHead {
+                                    inputs,
+                                    outs,
+                                    lse: &lse[row..][..shape.positions],
+                                    mask: CausalMask::new(&forward.qkv, forward.dropout.as_ref(), pair),
+                                };
+                                S::write_matrix(isa, &mut dq, accumulate, |dq| {
+                                    let gradients = [dq.whole_mut(), dk.whole_mut(), dv.whole_mut()];
+                                    head.backward(isa, gradients, [accumulate, accumulate || member > 0]);
+                                });
+                            },
+                        );
+                    }
+                });
+            });
         });
         Ok(())
     }
-
-    /// The heads of queries that share keys and values, in their order; `first_head` is the first.
-    fn group_backward<S: Stored>(
-        &self,
-        isa: Isa,
-        forward: Forward<'_, S>,
-        group: GroupGradients<'_, S>,
-        [sample, first_head]: [usize; 2],
-    ) {
-        let shape = self.shape;
-        let GroupGradients { dq, mut dk, mut dv } = group;
-        S::write_copy(isa, &mut dk, false, |dk| {
-            S::write_copy(isa, &mut dv, false, |dv| {
-                for (member, mut dq) in dq.into_iter().enumerate() {
-                    let pair = [sample, first_head + member];
-                    let mask = CausalMask::new(&self.qkv, self.dropout.as_ref(), pair);
-                    let row = (sample * shape.heads + pair[1]) * shape.positions;
-                    let lse = &forward.lse[row..][..shape.positions];
-                    let outs = forward.out.map(|out| shape.head(out, pair));
-                    let inputs = shape.inputs(&self.qkv, forward.qkv, pair);
-                    read_head(isa, inputs, outs, |inputs, outs| {
-                        S::write_matrix(isa, &mut dq, false, |dq| {
-                            let head = AttentionHead {
-                                inputs,
-                                outs,
-                                lse,
-                                mask,
-                            };
-                            let gradients = [dq.whole_mut(), dk.whole_mut(), dv.whole_mut()];
-                            head.backward(isa, gradients, member > 0);
-                        });
-                    });
-                }
-            });
-        });
-    }
-}
-
-/// What backward reads: queries, keys and values; forward's output and its gradient, `[B, T, H·D]`; `[B, H, T]`.
-#[derive(Clone, Copy)]
-struct Forward<'a, S: Stored> {
-    qkv: [&'a [S]; 3],
-    out: [&'a [S]; 2],
-    lse: &'a [S::Real],
 }
 
 /// Gradients of the heads of queries that share a head of keys and values, and of that, each `[T, D]`.
@@ -439,9 +402,9 @@ struct AttentionHead<'a, T> {
 }
 
 impl<T: Real> AttentionHead<'_, T> {
-    /// Gradients of the inputs. The last tile of queries sees all keys and overwrites their gradients, or adds to them; the
-    /// tiles before it add to them.
-    fn backward(self, isa: Isa, gradients: [MatrixMut<'_, T>; 3], adds: bool) {
+    /// Gradients of the inputs, or added to those of queries, and of keys and values. The last tile of queries sees all
+    /// keys and overwrites their gradients, or adds to them; the tiles before it add to them.
+    fn backward(self, isa: Isa, gradients: [MatrixMut<'_, T>; 3], adds: [bool; 2]) {
         let ([q, k, v], [out, dout]) = (self.inputs, self.outs);
         let queries = q.row_count();
         with_copies(queries, [q, k, v, dout], |[q, k, v, dout]| {
@@ -461,13 +424,13 @@ impl<T: Real> AttentionHead<'_, T> {
         isa: Isa,
         [keys, values]: [Keys<'_, T>; 2],
         [mut dq, mut dk, mut dv]: [MatrixMut<'_, T>; 3],
-        adds: bool,
+        [adds_dq, adds]: [bool; 2],
     ) {
         let ([q, k, _], [out, dout], mask) = (self.inputs, self.outs, self.mask);
         let (positions, key_count, past) = (dq.row_count(), dk.row_count(), mask.past());
         let most = key_count.min(past + positions);
         let (size, scale) = (QUERIES.min(positions) * stride_of(most), scale(q.col_count()));
-        for row in most..key_count {
+        for row in if adds { key_count } else { most }..key_count {
             dk.row_mut(row).fill(T::ZERO);
             dv.row_mut(row).fill(T::ZERO);
         }
@@ -489,7 +452,8 @@ impl<T: Real> AttentionHead<'_, T> {
                 mask.drop_keys(probabilities, stride, span);
                 let probabilities = Matrix::new(probabilities, rows, seen, stride);
                 let dscores = Matrix::new(dscores, rows, seen, stride);
-                weighted(&mut dq.rows_mut(tile), past + first, dscores, k);
+                let mut dq = dq.rows_mut(tile);
+                weighted(&mut dq, past + first, dscores, k, adds_dq);
                 product(&mut dk.rows_mut(0..seen), dscores.transposed(), q, T::ONE, adds);
                 let probabilities = probabilities.transposed();
                 product(&mut dv.rows_mut(0..seen), probabilities, dout, T::ONE, adds);

@@ -92,6 +92,9 @@ const GROUP_BYTES: usize = 16 << 20;
 /// Rows of the other operand that a flash kernel's block loads at once.
 const STEP: usize = 64;
 
+/// Keys that dropout's masks know together on tensor cores.
+const KEY_GROUP: usize = 16;
+
 /// Widest head on a GPU.
 const MAX_HEAD: usize = 256;
 
@@ -188,10 +191,11 @@ impl<'a> Launches<'a> {
         buffers: &[&Buffer],
     ) -> Result<Self, DeviceError> {
         let fits = |buffer: &&Buffer| buffer.dtype() == DType::Bf16 && is_aligned(buffer);
-        let past = views[0].first_position - views[1].first_position;
-        let keys = views[1].rows(&shape);
+        let (first_key, keys) = (views[1].first_position, views[1].rows(&shape));
+        let past = views[0].first_position - first_key;
         let in_tiles = keys.is_multiple_of(STEP) || past + shape.positions <= keys;
-        let fit = buffers.iter().all(fits) && past.is_multiple_of(STEP) && in_tiles;
+        let in_groups = past.is_multiple_of(STEP) && first_key.is_multiple_of(KEY_GROUP);
+        let fit = buffers.iter().all(fits) && in_tiles && in_groups;
         let cut = pass.cuts.iter().find(|cut| fit && cut.head == shape.head_size);
         check_head(op, shape.head_size)?;
         Ok(Self {

@@ -9,6 +9,7 @@
 //! |---|---|
 //! | `shape` | [`AttentionShape`], [`HeadsView`]: sizes, and where a head lies |
 //! | `causal` | [`AttentionForward`], [`AttentionBackward`]: in training |
+//! | `merge` | [`AttentionMerge`]: of the outputs over several stretches of keys |
 //! | `decode` | [`AttentionDecode`]: in generation, over a key-value cache |
 //! | `rotary` | [`Rotary`]: positions as rotations of queries and keys |
 //! | `panels` | products with the keys and values of a head, on the CPU |
@@ -17,6 +18,7 @@
 mod causal;
 mod decode;
 mod launches;
+mod merge;
 mod panels;
 mod rotary;
 mod shape;
@@ -24,5 +26,6 @@ mod shape;
 pub use causal::{AttentionBackward, AttentionForward};
 pub use decode::AttentionDecode;
 pub(crate) use launches::has_tensor_kernels;
+pub use merge::AttentionMerge;
 pub use rotary::{Rotary, RotaryEmbedding};
 pub use shape::{AttentionShape, HeadsView};

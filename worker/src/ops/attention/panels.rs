@@ -110,13 +110,8 @@ pub(super) fn scores<T: Real>(
     let (panels, channels) = match keys {
         Keys::Plain(keys) => {
             let keys = keys.rows(0..end).transposed();
-            return product(
-                &mut MatrixMut::new(out, count, end, stride),
-                queries,
-                keys,
-                factor,
-                false,
-            );
+            let mut out = MatrixMut::new(out, count, end, stride);
+            return product(&mut out, queries, keys, factor, false);
         }
         Keys::Panels(panels, channels) => (panels, channels),
     };
@@ -135,25 +130,21 @@ pub(super) fn scores<T: Real>(
     }
 }
 
-/// `out = weights · values`. Rows of `weights` are queries, of which the first sees the keys up to `first`; a query has
+/// `out = weights · values`, or added to it. Rows of `weights` are queries, of which the first sees the keys up to `first`; a query has
 /// weight 0 for later ones.
 pub(super) fn weighted<T: Real>(
     out: &mut MatrixMut<'_, T>,
     first: usize,
     weights: Matrix<'_, T>,
     values: Matrix<'_, T>,
+    adds: bool,
 ) {
     let (count, end) = (weights.row_count(), weights.col_count());
     for top in (0..count).step_by(ROWS) {
         let bottom = count.min(top + ROWS);
         let seen = end.min(first + bottom);
         let weights = weights.rows(top..bottom).cols(0..seen);
-        product(
-            &mut out.rows_mut(top..bottom),
-            weights,
-            values.rows(0..seen),
-            T::ONE,
-            false,
-        );
+        let mut out = out.rows_mut(top..bottom);
+        product(&mut out, weights, values.rows(0..seen), T::ONE, adds);
     }
 }

@@ -134,10 +134,9 @@ impl AttentionShape {
             let in_row = offset + heads * size <= stride && i32::try_from(stride).is_ok();
             in_heads && in_row && rows > 0 && view.buffer.len() == self.batch * rows * stride
         };
-        let (keys, first_key) = (k.rows(self), k.first_position);
-        let follow = first_key == v.first_position && first_key <= q.first_position;
-        let fit = fits(k, self.kv_heads, keys) && fits(v, self.kv_heads, keys);
-        if fit && fits(q, self.heads, self.positions) && follow && first_key.is_multiple_of(KEY_GROUP) {
+        let fit = fits(q, self.heads, self.positions);
+        let fit = fit && [k, v].iter().all(|view| fits(view, self.kv_heads, k.rows(self)));
+        if fit && k.first_position == v.first_position && k.first_position <= q.first_position {
             return Ok(());
         }
         let what = format!("queries, keys and values {views:?} do not fit each other in {self:?}");
@@ -165,14 +164,15 @@ impl AttentionShape {
 
     /// A head of a sample, of rows of `stride` elements: from element `first` of a row on.
     fn columns<'a, T>(&self, data: &'a [T], stride: usize, [sample, first]: [usize; 2]) -> Matrix<'a, T> {
-        let rows = data.len() / (self.batch * stride);
-        let of_sample = &data[sample * rows * stride..][..rows * stride];
-        Matrix::dense(of_sample, rows, stride).cols(first..first + self.head_size)
+        let of_sample = data.len() / self.batch;
+        let rows = Matrix::dense(
+            &data[sample * of_sample..][..of_sample],
+            of_sample / stride,
+            stride,
+        );
+        rows.cols(first..first + self.head_size)
     }
 }
-
-/// Keys that dropout knows together.
-const KEY_GROUP: usize = 16;
 
 /// Factor of the scores: 1/√D.
 pub(super) fn scale<T: Real>(head_size: usize) -> T {

@@ -48,12 +48,19 @@ __device__ __forceinline__ void load_rows(f32 *tile, const ACT *from, u32 stride
     }
 }
 
-__device__ __forceinline__ void store_rows(ACT *to, const Sums &sums, f32 factor, u32 stride, u32 first, u32 end) {
+// Stored, or added to what is there.
+__device__ __forceinline__ void
+store_rows(ACT *to, const Sums &sums, f32 factor, bool adds, u32 stride, u32 first, u32 end) {
     for (u32 i = 0; i < 4; i++) {
         for (u32 j = 0; j < PER_THREAD; j++) {
             if (first + row_of(i) < end && column_of(j) < HEAD) {
-                const f32 x[1] = {sums[i][j] * factor};
-                store(to + (u64)(first + row_of(i)) * stride + column_of(j), x);
+                ACT *const at = to + (u64)(first + row_of(i)) * stride + column_of(j);
+                f32 x[1] = {sums[i][j] * factor}, sum[1];
+                if (adds) {
+                    load(sum, at);
+                    x[0] += sum[0];
+                }
+                store(at, x);
             }
         }
     }
@@ -230,13 +237,13 @@ attention_forward(const ACT *q, const ACT *k, const ACT *v, ACT *out, f32 *lse, 
             sums[i][j] /= all;
         }
     }
-    store_rows(out + place.out_at, sums, 1.0f, place.channels, first, queries);
+    store_rows(out + place.out_at, sums, 1.0f, false, place.channels, first, queries);
 }
 
 // dout [B, T, H·HEAD]; along [B, H, T]: Σ dout·out of each query and head.
 extern "C" __global__ void __launch_bounds__(THREADS)
 attention_dq(const ACT *q, const ACT *k, const ACT *v, const ACT *out, const f32 *lse, const ACT *dout, ACT *dq_to,
-             f32 *along, View dq_view, SIZES, f32 scale MASK_PARAMETERS) {
+             f32 *along, View dq_view, u32 adds, SIZES, f32 scale MASK_PARAMETERS) {
     SHARED_WORDS(shared);
     f32 *const own = shared, *const douts = own + ROWS_OF_TILE, *const others = douts + ROWS_OF_TILE;
     f32 *const values = others + ROWS_OF_TILE, *const square = values + ROWS_OF_TILE;
@@ -290,14 +297,15 @@ attention_dq(const ACT *q, const ACT *k, const ACT *v, const ACT *out, const f32
         __syncthreads();
         add_products(dq, square, others);
     }
-    store_rows(dq_to + dq_view.at(place.sample, queries, place.head), dq, scale, dq_view.stride, first, queries);
+    store_rows(dq_to + dq_view.at(place.sample, queries, place.head), dq, scale, adds, dq_view.stride, first,
+               queries);
 }
 
 // Gradients of keys and values: sums over the heads that share them, in their order; `along` as `attention_dq`
 // left it.
 extern "C" __global__ void __launch_bounds__(THREADS)
 attention_dkv(const ACT *q, const ACT *k, const ACT *v, const f32 *lse, const ACT *dout, ACT *dk_to, ACT *dv_to,
-              const f32 *along, View dk_view, View dv_view, SIZES, f32 scale MASK_PARAMETERS) {
+              const f32 *along, View dk_view, View dv_view, u32 adds, SIZES, f32 scale MASK_PARAMETERS) {
     SHARED_WORDS(shared);
     f32 *const own = shared, *const values = own + ROWS_OF_TILE, *const others = values + ROWS_OF_TILE;
     f32 *const douts = others + ROWS_OF_TILE, *const square = douts + ROWS_OF_TILE;
@@ -345,6 +353,6 @@ attention_dkv(const ACT *q, const ACT *k, const ACT *v, const f32 *lse, const AC
             add_products(dk, square, others);
         }
     }
-    store_rows(dk_to + dk_view.at(place.sample, keys, place.kv_head), dk, scale, dk_view.stride, first, keys);
-    store_rows(dv_to + dv_view.at(place.sample, keys, place.kv_head), dv, 1.0f, dv_view.stride, first, keys);
+    store_rows(dk_to + dk_view.at(place.sample, keys, place.kv_head), dk, scale, adds, dk_view.stride, first, keys);
+    store_rows(dv_to + dv_view.at(place.sample, keys, place.kv_head), dv, 1.0f, adds, dv_view.stride, first, keys);
 }

@@ -57,9 +57,9 @@ template <int ROWS> __device__ __forceinline__ void load_tile(u32 tile, const bf
 }
 
 // The sums of a warp's rows, through its rows of a tile that nobody else reads, to rows `first + ..` of a matrix in
-// memory.
+// memory, or added to what is there.
 __device__ __forceinline__ void
-store_rows(f32 (&sums)[ROW_TILES][CHUNKS][4], u32 tile, bf16 *to, u32 stride, u32 first, u32 end) {
+store_rows(f32 (&sums)[ROW_TILES][CHUNKS][4], u32 tile, bf16 *to, bool adds, u32 stride, u32 first, u32 end) {
     const u32 lane = threadIdx.x % 32, row = threadIdx.x / 32 * WARP_ROWS;
     __syncwarp();
     #pragma unroll
@@ -78,9 +78,20 @@ store_rows(f32 (&sums)[ROW_TILES][CHUNKS][4], u32 tile, bf16 *to, u32 stride, u3
     #pragma unroll
     for (int k = 0; k < WARP_ROWS * CHUNKS / 32; k++) {
         const u32 r = row + (lane + 32 * k) / CHUNKS, chunk = lane % CHUNKS;
-        const uint4 x = load_chunk(tile + chunk_at(r, chunk));
+        Pack<bf16, 8> x{load_chunk(tile + chunk_at(r, chunk))};
         if (first + r < end) {
-            store_chunk(to + (u64)(first + r) * stride + chunk * 8, x);
+            bf16 *const at = to + (u64)(first + r) * stride + chunk * 8;
+            if (adds) {
+                f32 own[8], sum[8];
+                x.get(own);
+                load(sum, at);
+                #pragma unroll
+                for (int i = 0; i < 8; i++) {
+                    sum[i] += own[i];
+                }
+                x.set(sum);
+            }
+            store_chunk(at, x.raw);
         }
     }
 }

@@ -178,7 +178,7 @@ of_pairs(f32 (&factors)[4], const M &mask, u32 sample, u32 head, u32 query, u32 
 // out, dout [B, T, H·HEAD]; lse [B, H, T]; known [B·H, T], written; T rows of queries. `pairs` = B·H.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 flash_dq(const bf16 *q, const bf16 *k, const bf16 *v, const bf16 *out, const f32 *lse, const bf16 *dout, bf16 *dq_to,
-         Known *known, View dq_view, SIZES, u32 pairs, u32 group, f32 scale MASK_PARAMETERS) {
+         Known *known, View dq_view, u32 adds, SIZES, u32 pairs, u32 group, f32 scale MASK_PARAMETERS) {
     SHARED_BYTES(shared);
     __shared__ Known own[BLOCK_ROWS];
     const u32 q_tile = shared_address(shared), dout_tile = q_tile + BLOCK_ROWS * ROW_BYTES;
@@ -262,14 +262,14 @@ flash_dq(const bf16 *q, const bf16 *k, const bf16 *v, const bf16 *out, const f32
         __syncthreads();
     }
     scale_all(dq, scale);
-    store_rows(dq, q_tile, dq_to + dq_view.at(sample, queries, head), dq_view.stride, first, queries);
+    store_rows(dq, q_tile, dq_to + dq_view.at(sample, queries, head), adds, dq_view.stride, first, queries);
 }
 
 // As above; `known` as `flash_dq` left it. Writes the gradients of keys and values, of which there are `pairs` = B·KV
 // heads: sums over the heads of queries that share them, in their order.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 flash_dkv(const bf16 *q, const bf16 *k, const bf16 *v, const bf16 *dout, bf16 *dk_to, bf16 *dv_to, const Known *known,
-          View dk_view, View dv_view, SIZES, u32 pairs, u32 group, f32 scale MASK_PARAMETERS) {
+          View dk_view, View dv_view, u32 adds, SIZES, u32 pairs, u32 group, f32 scale MASK_PARAMETERS) {
     SHARED_BYTES(shared);
     alignas(16) __shared__ Known of_step[2][STEP];
     const u32 k_tile = shared_address(shared), v_tile = k_tile + BLOCK_ROWS * ROW_BYTES;
@@ -362,6 +362,6 @@ flash_dkv(const bf16 *q, const bf16 *k, const bf16 *v, const bf16 *dout, bf16 *d
         __syncthreads();
     }
     scale_all(dk, scale);
-    store_rows(dk, k_tile, dk_to + dk_view.at(sample, keys, kv_head), dk_view.stride, first, keys);
-    store_rows(dv, v_tile, dv_to + dv_view.at(sample, keys, kv_head), dv_view.stride, first, keys);
+    store_rows(dk, k_tile, dk_to + dk_view.at(sample, keys, kv_head), adds, dk_view.stride, first, keys);
+    store_rows(dv, v_tile, dv_to + dv_view.at(sample, keys, kv_head), adds, dv_view.stride, first, keys);
 }

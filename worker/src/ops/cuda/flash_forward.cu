@@ -211,5 +211,5 @@ flash_forward(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, f32 *lse, 
         }
     }
     bf16 *to = out + ((u64)sample * queries * heads + head) * HEAD;
-    store_rows(own.out, tile, to, heads * HEAD, first, queries);
+    store_rows(own.out, tile, to, false, heads * HEAD, first, queries);
 }

@@ -24,6 +24,7 @@
 //! | `token_backward`, `token_sort` | gradient of the token embedding: rows sorted by token, then added | s, and the rows touched |
 //! | `attention` | forward, backward in two kernels; in f32 arithmetic; bytes where no heads share | 4s·C a position; 12s·C |
 //! | `flash_forward`, `flash_backward` | the same on tensor cores, in bf16 (`flash.cuh`, `tensor_core.cuh`) | as above |
+//! | `merge` | joins attention over two stretches of keys | 3s |
 //! | `decode` | appends to a key-value cache; attention by parts of the keys, and their sum | what is seen of the cache |
 //! | `linear` | none of ours: cuBLASLt ([`crate::cuda::Product`]) | operands and output once, at best |
 //! | `linear` with `gelu` | those of both; none of ours where one pass is asked for and cuBLASLt has it | as both; in one pass as `linear`, and 2s·O for the GELU's input |

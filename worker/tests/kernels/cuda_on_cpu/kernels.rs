@@ -6,7 +6,8 @@ use crate::op_cases::{Bench, Case, Kind, Outcome, Size, Tensor, Types, catalogue
 use ddp_worker::device::{ArenaSpec, Buffer, DType, Device};
 use ddp_worker::ops::cuda::plan;
 use ddp_worker::ops::{
-    AttentionBackward, AttentionShape, ColumnSum, EncoderForward, Rates, Runs, TokenBackward, Update,
+    AttentionBackward, AttentionForward, AttentionShape, ColumnSum, EncoderForward, Rates, Runs,
+    TokenBackward, Update,
 };
 use ddp_worker::optim::adamw;
 
@@ -182,13 +183,16 @@ fn attention_fits_into_the_shared_memory_of_every_card() {
                 head_size: head,
             };
             let backward = AttentionBackward {
-                qkv: shape.views(&buffer(dtype, 3 * channels * positions)),
-                out: buffer(dtype, channels * positions),
-                lse: buffer(DType::F32, heads * positions),
+                forward: AttentionForward {
+                    qkv: shape.views(&buffer(dtype, 3 * channels * positions)),
+                    out: buffer(dtype, channels * positions),
+                    lse: buffer(DType::F32, heads * positions),
+                    shape,
+                    dropout: None,
+                },
                 dout: buffer(dtype, channels * positions),
                 dqkv: shape.views(&buffer(dtype, 3 * channels * positions)),
-                shape,
-                dropout: None,
+                accumulate: false,
             };
             for call in plan(&backward.into()).unwrap().unwrap().calls {
                 let shared = call.grid.shared_bytes;

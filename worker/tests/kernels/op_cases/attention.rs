@@ -3,8 +3,8 @@
 use ddp_worker::config::RopeScaling;
 use ddp_worker::device::{Buffer, DType};
 use ddp_worker::ops::{
-    AttentionBackward, AttentionDecode, AttentionForward, AttentionShape, DropoutMask, HeadsView, Rotary,
-    RotaryEmbedding,
+    AttentionBackward, AttentionDecode, AttentionForward, AttentionMerge, AttentionShape, DropoutMask,
+    HeadsView, Rotary, RotaryEmbedding,
 };
 
 use super::matrix::tensor;
@@ -69,7 +69,28 @@ pub(super) fn attention(size: Size) -> Vec<Case> {
             cases.extend(apart(name, shape(sizes), keys, firsts, rate));
         }
     }
+    cases.extend([[2, 70, 6, 2, 5], [1, 9, 2, 2, 64]].map(|sizes| merge(shape(sizes))));
     cases
+}
+
+/// Of queries that see more of some keys, and of others.
+fn merge(shape: AttentionShape) -> Case {
+    let (n, queries) = (shape.rows() * shape.channels(), shape.rows() * shape.heads);
+    let tensors = vec![
+        tensor(Kind::Act, 1, n, Outcome::Same),
+        tensor(F32, 2, queries, Outcome::Same),
+        tensor(Kind::Act, 3, n, Outcome::Close),
+        tensor(F32, 4, queries, Outcome::Close),
+    ];
+    Case::new(format!("attention merge of {shape:?}"), tensors, move |b| {
+        AttentionMerge {
+            part: b[0].clone(),
+            part_lse: b[1].clone(),
+            out: b[2].clone(),
+            lse: b[3].clone(),
+            shape,
+        }
+    })
 }
 
 /// Queries, and keys and values, in buffers of their own, from these positions on.
@@ -126,13 +147,16 @@ fn apart(name: &str, shape: AttentionShape, keys: usize, firsts: [usize; 2], rat
         }),
         Case::new(format!("{name} backward {which}"), backward, move |b| {
             AttentionBackward {
-                qkv: views(&b[0], &b[1]),
-                out: b[2].clone(),
-                lse: b[3].clone(),
+                forward: AttentionForward {
+                    qkv: views(&b[0], &b[1]),
+                    out: b[2].clone(),
+                    lse: b[3].clone(),
+                    shape,
+                    dropout: mask(rate),
+                },
                 dout: b[4].clone(),
                 dqkv: views(&b[5], &b[6]),
-                shape,
-                dropout: mask(rate),
+                accumulate: rate > 0.0,
             }
         }),
     ]
@@ -197,13 +221,16 @@ fn attention_backward(name: &str, shape: AttentionShape, rate: f32) -> Case {
         format!("{name} backward of {shape:?}, dropout {rate}"),
         tensors,
         move |b| AttentionBackward {
-            qkv: shape.views(&b[0]),
-            out: b[1].clone(),
-            lse: b[2].clone(),
+            forward: AttentionForward {
+                qkv: shape.views(&b[0]),
+                out: b[1].clone(),
+                lse: b[2].clone(),
+                shape,
+                dropout: mask(rate),
+            },
             dout: b[3].clone(),
             dqkv: shape.views(&b[4]),
-            shape,
-            dropout: mask(rate),
+            accumulate: false,
         },
     )
 }

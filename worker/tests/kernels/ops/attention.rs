@@ -2,8 +2,8 @@
 
 use ddp_worker::device::{Buffer, DType};
 use ddp_worker::ops::{
-    AttentionBackward, AttentionDecode, AttentionForward, AttentionShape, DropoutMask, HeadsView, Rotary,
-    RotaryEmbedding,
+    AttentionBackward, AttentionDecode, AttentionForward, AttentionMerge, AttentionShape, DropoutMask,
+    HeadsView, Rotary, RotaryEmbedding,
 };
 
 use super::rig::{Rig, assert_close, numbers, numbers_f32, values};
@@ -106,7 +106,7 @@ fn large_scores_do_not_overflow() {
 }
 
 /// Rows of `x`, `[batch, T, width]`, from position `from` to `to` of each sample.
-fn stretch(x: &[f32], [batch, width, from, to]: [usize; 4]) -> Vec<f32> {
+fn stretch<T: Clone>(x: &[T], [batch, width, from, to]: [usize; 4]) -> Vec<T> {
     let samples = x.chunks(x.len() / batch);
     samples
         .flat_map(|sample| sample[from * width..to * width].to_vec())
@@ -153,13 +153,16 @@ fn queries_of_a_stretch_have_the_bits_of_all() {
         let (dq, dkv) = (rig.empty(DType::F32, own.len()), rig.empty(DType::F32, all.len()));
         let [_, dk, dv] = shape.views(&dkv);
         rig.run(AttentionBackward {
-            qkv: inputs,
-            out: out.clone(),
-            lse: lse.clone(),
+            forward: AttentionForward {
+                qkv: inputs,
+                out: out.clone(),
+                lse: lse.clone(),
+                shape: of_call,
+                dropout,
+            },
             dout: rig.buffer(&stretch(&dout, [batch, channels, from, to])),
             dqkv: [queries(dq.clone()), dk, dv],
-            shape: of_call,
-            dropout,
+            accumulate: false,
         });
         [out, lse, dq, dkv].map(|buffer| values::<f32>(&buffer))
     };
@@ -176,6 +179,88 @@ fn queries_of_a_stretch_have_the_bits_of_all() {
         let sum: f32 = parts.iter().map(|(.., part)| part[3][i]).sum();
         // Of the order of 1 and below; the terms are added in another order.
         assert!((sum - expected).abs() < 1e-5, "{i}: {sum}, {expected}");
+    }
+}
+
+/// Queries, keys and values of three stretches: forward joins what the stretches of keys up to a query's own give, backward
+/// adds up their shares of the gradients.
+#[test]
+fn stretches_of_keys_add_up_to_all() {
+    const LENGTH: usize = 33;
+    let (rig, dropout) = (Rig::new(), Some(DropoutMask::new(3, 1, 1, 17, 0.3)));
+    let all = shape([2, 3 * LENGTH, 4, 2, 6]);
+    let one = AttentionShape {
+        positions: LENGTH,
+        ..all
+    };
+    let (channels, wide) = (all.channels(), all.qkv_channels());
+    let (qkv, dout) = (numbers(7, all.rows() * wide), numbers(8, all.rows() * channels));
+    let attention = |shape: AttentionShape, qkv: [HeadsView; 3]| AttentionForward {
+        qkv,
+        out: rig.empty(DType::F64, shape.rows() * channels),
+        lse: rig.empty(DType::F64, shape.rows() * shape.heads),
+        shape,
+        dropout,
+    };
+    let whole = attention(all, all.views(&rig.buffer(&qkv)));
+    rig.run(whole.clone());
+    let dqkv = rig.empty(DType::F64, qkv.len());
+    rig.run(AttentionBackward {
+        forward: whole.clone(),
+        dout: rig.buffer(&dout),
+        dqkv: all.views(&dqkv),
+        accumulate: false,
+    });
+    let expected = [(&whole.out, channels), (&dqkv, wide)].map(|(x, width)| (values::<f64>(x), width));
+
+    let cut = |x: &[f64], width: usize, i: usize| stretch(x, [2, width, i * LENGTH, (i + 1) * LENGTH]);
+    let views = |buffer: &Buffer, i: usize| {
+        let first_position = i * LENGTH;
+        one.views(buffer).map(|view| HeadsView {
+            first_position,
+            ..view
+        })
+    };
+    let inputs = [0, 1, 2].map(|i| rig.buffer(&cut(&qkv, wide, i)));
+    let gradients = [0, 1, 2].map(|_| rig.buffer(&vec![0.0; one.rows() * wide]));
+    let pair = |buffers: &[Buffer; 3], queries: usize, keys: usize| {
+        let ([q, ..], [_, k, v]) = (views(&buffers[queries], queries), views(&buffers[keys], keys));
+        [q, k, v]
+    };
+    let outs = [0, 1, 2].map(|queries| {
+        let joined = attention(one, pair(&inputs, queries, queries));
+        rig.run(joined.clone());
+        for keys in 0..queries {
+            let part = attention(one, pair(&inputs, queries, keys));
+            rig.run(part.clone());
+            rig.run(AttentionMerge {
+                part: part.out,
+                part_lse: part.lse,
+                out: joined.out.clone(),
+                lse: joined.lse.clone(),
+                shape: one,
+            });
+        }
+        let dout = rig.buffer(&cut(&dout, channels, queries));
+        for keys in 0..=queries {
+            rig.run(AttentionBackward {
+                forward: AttentionForward {
+                    qkv: pair(&inputs, queries, keys),
+                    ..joined.clone()
+                },
+                dout: dout.clone(),
+                dqkv: pair(&gradients, queries, keys),
+                accumulate: true,
+            });
+        }
+        joined.out
+    });
+    for (found, (expected, width)) in [&outs, &gradients].into_iter().zip(&expected) {
+        for (i, found) in found.iter().enumerate() {
+            for (found, expected) in values::<f64>(found).iter().zip(cut(expected, *width, i)) {
+                assert_close(*found, expected, 1e-12, &format!("stretch {i}, rows of {width}"));
+            }
+        }
     }
 }
 

@@ -181,13 +181,16 @@ fn attention_gradients(kv_heads: usize, dropout: Option<DropoutMask>) {
         let [qkv, out, lse] = run_forward(&inputs[0]);
         let dqkv = rig.empty(DType::F64, rows * shape.qkv_channels());
         rig.run(AttentionBackward {
-            qkv: shape.views(&qkv),
-            out,
-            lse,
+            forward: AttentionForward {
+                qkv: shape.views(&qkv),
+                out,
+                lse,
+                shape,
+                dropout,
+            },
             dout: rig.buffer(dout),
             dqkv: shape.views(&dqkv),
-            shape,
-            dropout,
+            accumulate: false,
         });
         vec![values(&dqkv)]
     };
