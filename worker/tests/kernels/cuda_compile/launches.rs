@@ -23,7 +23,7 @@ const ALL_THREADS: u32 = 1024;
 /// - flash attention: addresses and flags, read once for each step of 64 rows and never within its products;
 /// - cross-entropy: values that are read once a row, for which 2,048 threads fit on a multiprocessor;
 /// - attention with dropout: the words of masks take registers;
-/// - attention with f32 and grouped queries: a number or two of the keys' part;
+/// - attention with f32, of narrow heads and of grouped queries: a number or two of the keys' part;
 /// - layer normalisation: sums of more than 8,192 channels, which no block has registers for; below that a number or two.
 ///
 /// How many bytes it is depends a little on the compiler: so many with NVRTC 12.9 and 13.2.
@@ -37,7 +37,7 @@ fn local_bytes(call: &Call) -> u32 {
         _ if has_mask => 128,
         ("flash_forward" | "flash_dkv", _) => 64,
         ("norm_backward", ALL_THREADS) => 256,
-        ("attention_forward" | "cross_entropy" | "norm_forward" | "norm_backward", _) => 16,
+        ("attention_forward" | "attention_dq" | "cross_entropy" | "norm_forward" | "norm_backward", _) => 16,
         _ => 0,
     }
 }
