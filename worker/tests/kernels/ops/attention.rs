@@ -182,6 +182,20 @@ fn queries_of_a_stretch_have_the_bits_of_all() {
     }
 }
 
+/// Forward, and what backward makes of `dout`.
+fn gradients_of(rig: &Rig, forward: &AttentionForward, dout: &[f64]) -> Buffer {
+    rig.run(forward.clone());
+    let shape = forward.shape;
+    let dqkv = rig.empty(DType::F64, shape.rows() * shape.qkv_channels());
+    rig.run(AttentionBackward {
+        forward: forward.clone(),
+        dout: rig.buffer(dout),
+        dqkv: shape.views(&dqkv),
+        accumulate: false,
+    });
+    dqkv
+}
+
 /// Queries, keys and values of three stretches: forward joins what the stretches of keys up to a query's own give, backward
 /// adds up their shares of the gradients.
 #[test]
@@ -203,15 +217,8 @@ fn stretches_of_keys_add_up_to_all() {
         dropout,
     };
     let whole = attention(all, all.views(&rig.buffer(&qkv)));
-    rig.run(whole.clone());
-    let dqkv = rig.empty(DType::F64, qkv.len());
-    rig.run(AttentionBackward {
-        forward: whole.clone(),
-        dout: rig.buffer(&dout),
-        dqkv: all.views(&dqkv),
-        accumulate: false,
-    });
-    let expected = [(&whole.out, channels), (&dqkv, wide)].map(|(x, width)| (values::<f64>(x), width));
+    let dqkv = gradients_of(&rig, &whole, &dout);
+    let expected = [(values::<f64>(&whole.out), channels), (values(&dqkv), wide)];
 
     let cut = |x: &[f64], width: usize, i: usize| stretch(x, [2, width, i * LENGTH, (i + 1) * LENGTH]);
     let views = |buffer: &Buffer, i: usize| {
