@@ -63,10 +63,11 @@ impl Work {
 
 /// Samples and positions of a micro-batch that a rank computes.
 pub fn micro_batch_shape(config: &TrainConfig) -> [usize; 2] {
-    [config.train.micro_batch, config.model.block_size]
+    let positions = config.model.block_size / config.parallel.context;
+    [config.train.micro_batch, positions]
 }
 
-/// Rows of the residual stream that a rank holds of it: under sequence parallelism its tensor group divides them.
+/// Rows of the residual stream that a rank holds of these: under sequence parallelism its tensor group divides them.
 pub fn residual_rows(config: &TrainConfig) -> usize {
     let rows: usize = micro_batch_shape(config).iter().product();
     let parts = config.parallel.sequence.then_some(config.parallel.tensor);

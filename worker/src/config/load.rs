@@ -151,7 +151,6 @@ const CONDITIONS: &[Condition] = &[
     ("parallel.persist_below", "`parallel.strategy: zero3`", |c| c.parallel.strategy == Strategy::Zero3),
     ("parallel.reshard_after_forward", "`parallel.strategy: zero3`", |c| c.parallel.strategy == Strategy::Zero3),
     ("parallel.expert", "experts in the model", |_| false),
-    ("parallel.context", "a model that divides positions", |_| false),
     ("parallel.sequence", "`parallel.tensor` above 1", |c| c.parallel.tensor > 1),
 ];
 
@@ -360,10 +359,20 @@ fn parts(model: &Model, vocab: usize, tensor: usize) -> Option<Problem> {
     )
 }
 
-/// With sequence parallelism, the ranks of a tensor group share the positions of a micro-batch evenly.
+/// The ranks of a context group share the positions of a sample evenly; with sequence parallelism, those of a tensor group share
+/// the positions of a micro-batch.
 pub fn check_rows(config: &TrainConfig) -> Result<(), Problem> {
-    let (samples, positions) = (config.train.micro_batch, config.model.block_size);
-    let tensor = config.parallel.tensor;
+    let (tensor, context) = (config.parallel.tensor, config.parallel.context);
+    let (samples, all) = (config.train.micro_batch, config.model.block_size);
+    if context > 1 && !all.is_multiple_of(2 * context) {
+        let what = format!(
+            "`model.block_size` ({all}) cannot be divided over {context} context ranks, each of which computes two chunks of the positions of a sample"
+        );
+        let fits = nearest_multiples(all, 2 * context);
+        let hint = format!("set `model.block_size` to {fits}, or a different `parallel.context`");
+        return Err(Problem::new("model.block_size", what).with_hint(hint));
+    }
+    let positions = all / context;
     let fits = |samples: &usize| (samples * positions).is_multiple_of(tensor);
     if !config.parallel.sequence || fits(&samples) {
         return Ok(());

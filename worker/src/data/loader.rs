@@ -145,6 +145,8 @@ pub struct Loader {
     shape: BatchShape,
     last_batch: LastBatch,
     block_size: usize,
+    /// Positions of each sample that this rank reads.
+    stretches: Vec<Range<usize>>,
     /// The first step of this life of the run, and the samples consumed before it.
     origin: (u64, u64),
 }
@@ -164,8 +166,16 @@ impl Loader {
             shape,
             last_batch: LastBatch::Wrap,
             block_size,
+            stretches: vec![0..block_size],
             origin: (0, 0),
         }
+    }
+
+    /// The same samples, of which other ranks read the other positions.
+    #[must_use]
+    pub fn reading(mut self, stretches: Vec<Range<usize>>) -> Self {
+        self.stretches = stretches;
+        self
     }
 
     /// The same samples, with another end of the epochs.
@@ -238,19 +248,19 @@ impl Loader {
         last.min(block * block_size + self.sampler.offset(epoch, block_size))
     }
 
-    /// Writes micro-batch `m` of `step` (both from 0): `inputs` and `targets` have the shape
-    /// `(micro_batch, block_size)`. Rows behind its samples have only targets that are [`IGNORED`].
+    /// Writes micro-batch `m` of `step` (both from 0) into `inputs` and `targets`, as [`fill_batch`]. Rows behind its samples have only targets that are [`IGNORED`].
     pub fn fill(&self, step: u64, m: u64, inputs: &mut [i32], targets: &mut [i32]) -> Result<(), DataError> {
         assert!(
             step >= self.origin.0,
             "step {step} is before the first, {}",
             self.origin.0
         );
-        let expected = self.shape.micro_batch as usize * self.block_size;
+        let positions: usize = self.stretches.iter().map(ExactSizeIterator::len).sum();
+        let expected = self.shape.micro_batch as usize * positions;
         assert_eq!((inputs.len(), targets.len()), (expected, expected));
         let own = self.first_sample(step, m)..self.samples(step).end;
         let starts = own.map(|sample| self.start(sample));
-        fill_batch(&self.tokens, starts, self.block_size, inputs, targets)
+        fill_batch(&self.tokens, starts, &self.stretches, inputs, targets)
     }
 }
 
@@ -262,19 +272,21 @@ pub fn eval_blocks(blocks: u64, rank: u64, world: u64) -> Range<u64> {
     cut(rank)..cut(rank + 1)
 }
 
-/// Fills a micro-batch `(rows, block_size)` with the samples from these tokens, one a row. Rows that are left have only
-/// targets that are [`IGNORED`].
+/// Fills a micro-batch with some positions of the samples that start at these tokens: `(stretches, samples, positions)`, with
+/// stretches of one length. Samples that are left have only targets that are [`IGNORED`].
 pub fn fill_batch(
     tokens: &Tokens,
-    mut starts: impl Iterator<Item = u64>,
-    block_size: usize,
+    starts: impl Iterator<Item = u64>,
+    stretches: &[Range<usize>],
     inputs: &mut [i32],
     targets: &mut [i32],
 ) -> Result<(), DataError> {
-    let rows = inputs.chunks_mut(block_size).zip(targets.chunks_mut(block_size));
-    for (inputs, targets) in rows {
-        if let Some(start) = starts.next() {
-            tokens.read_sample(start, inputs, targets)?;
+    let (starts, len) = (starts.collect::<Vec<u64>>(), stretches[0].len());
+    let samples = inputs.len() / (stretches.len() * len);
+    let rows = inputs.chunks_mut(len).zip(targets.chunks_mut(len));
+    for (row, (inputs, targets)) in rows.enumerate() {
+        if let Some(start) = starts.get(row % samples) {
+            tokens.read_sample(start + stretches[row / samples].start as u64, inputs, targets)?;
         } else {
             inputs.fill(0);
             targets.fill(IGNORED);

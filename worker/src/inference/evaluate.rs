@@ -62,7 +62,7 @@ impl LoadedModel {
             let batch = first..blocks.min(first + rows as u64);
             let read = (batch.end - first) as usize * block_size;
             let starts = batch.map(|block| block * block_size as u64);
-            fill_batch(tokens, starts, block_size, &mut inputs, &mut targets)?;
+            fill_batch(tokens, starts, &[0..block_size], &mut inputs, &mut targets)?;
             self.check_known(&inputs[..read])?;
             self.check_known(&targets[..read])?;
             self.compute.upload(&inputs_there, &inputs);

@@ -115,7 +115,7 @@ pub struct WeightGradient {
     /// Kept until the contribution has been computed.
     pub(super) reads: Vec<Activation>,
     /// Computes the contribution in the memory for it.
-    pub(super) op: Box<dyn FnOnce(GradSlot) -> Op + Send>,
+    pub(super) ops: Box<dyn FnOnce(GradSlot) -> Vec<Op> + Send>,
 }
 
 impl std::fmt::Debug for WeightGradient {
@@ -141,12 +141,12 @@ pub struct Context<'a> {
     pub pool: &'a ActivationPool,
     /// Where parameters are.
     pub params: &'a dyn Params,
-    /// Targets of the loss, `[B, T]`, i32; negative: ignored. None: no loss is made.
+    /// Targets of the loss, one for each row, i32; negative: ignored. None: no loss is made.
     pub targets: Option<&'a Buffer>,
-    /// Factor of each position's gradient, `[B·T]`, in the type of statistics: 1/(B·T) everywhere for the gradient of the mean
+    /// Factor of each position's gradient, `[R]`, in the type of statistics: 1/(B·T) everywhere for the gradient of the mean
     /// loss. The same in both passes. None: no backward follows.
     pub dloss: Option<&'a Buffer>,
-    /// Samples and positions of the micro-batch.
+    /// Samples of the micro-batch, and the positions of each that this rank computes.
     pub shape: [usize; 2],
     /// Type of activations and parameters: f32 or bf16 (f64 in gradient checks).
     pub dtype: DType,
@@ -156,6 +156,8 @@ pub struct Context<'a> {
     pub samples: Option<SampleKey>,
     /// The ranks that hold the model together. None: this rank has all of it.
     pub tensor: Option<&'a dyn TensorOps>,
+    /// The ranks that compute other positions of the same samples. None: this rank computes all.
+    pub context_group: Option<&'a dyn TensorOps>,
     /// Takes down what runs, while it is open.
     pub timeline: Option<&'a Timeline>,
 }
@@ -190,6 +192,7 @@ impl<'a> Context<'a> {
             keep: Keep::Nothing,
             samples: None,
             tensor: None,
+            context_group: None,
             timeline: None,
         }
     }
@@ -211,11 +214,22 @@ impl<'a> Context<'a> {
         reads: &[&Activation],
         op: impl FnOnce(GradSlot) -> O + Send + 'static,
     ) -> Result<(), DeviceError> {
+        self.contribute_all(grads, id, reads, move |slot| vec![op(slot).into()])
+    }
+
+    /// The same, of several operations.
+    pub(super) fn contribute_all(
+        &self,
+        grads: &mut dyn GradSink,
+        id: ParamId,
+        reads: &[&Activation],
+        ops: impl FnOnce(GradSlot) -> Vec<Op> + Send + 'static,
+    ) -> Result<(), DeviceError> {
         let later = WeightGradient {
             id,
             block: usize::MAX,
             reads: reads.iter().map(|&read| read.clone()).collect(),
-            op: Box::new(move |slot| op(slot).into()),
+            ops: Box::new(ops),
         };
         match grads.deferred() {
             Some(queue) => {
@@ -230,9 +244,11 @@ impl<'a> Context<'a> {
     pub(super) fn contribute_now(
         &self,
         grads: &mut dyn GradSink,
-        WeightGradient { id, reads, op, .. }: WeightGradient,
+        WeightGradient { id, reads, ops, .. }: WeightGradient,
     ) -> Result<(), DeviceError> {
-        self.enqueue(op(grads.grad(id)?));
+        for op in ops(grads.grad(id)?) {
+            self.enqueue(op);
+        }
         drop(reads);
         grads.contributed(id, self.compute.record())
     }
@@ -303,7 +319,7 @@ impl Context<'_> {
         self.tensor.filter(|group| group.is_sequence())
     }
 
-    /// Rows of the micro-batch: samples · positions.
+    /// Rows that this rank computes: samples · positions.
     pub(super) fn rows(&self) -> usize {
         self.shape.iter().product()
     }
@@ -323,8 +339,22 @@ impl Context<'_> {
     /// Those as runs of rows that are neighbours in the micro-batch: where a run lies among them, and its first row's number
     /// there, sample · positions + position.
     pub(super) fn row_runs(&self) -> Vec<(Range<usize>, usize)> {
-        let own = self.own_rows();
-        vec![(0..own.len(), own.start)]
+        let (own, all) = (self.own_rows(), self.sample_positions());
+        let mut runs: Vec<(Range<usize>, usize)> = Vec::new();
+        for stretch in self.stretches() {
+            for (sample, start) in stretch.rows.step_by(stretch.positions.len()).enumerate() {
+                let rows = start.max(own.start)..(start + stretch.positions.len()).min(own.end);
+                if rows.is_empty() {
+                    continue;
+                }
+                let first = sample * all + stretch.positions.start + rows.start - start;
+                match runs.last_mut() {
+                    Some((run, run_first)) if *run_first + run.len() == first => run.end += rows.len(),
+                    _ => runs.push((rows.start - own.start..rows.end - own.start, first)),
+                }
+            }
+        }
+        runs
     }
 
     /// All rows, `[R, C]`, of which each rank makes its own ones: `fill` is given memory for them.

@@ -309,7 +309,7 @@ impl DropoutLayer {
                 residual: residual.map(run),
                 out: run(&out),
                 mask: mask.of_part(first as u32),
-                positions: ctx.shape[1],
+                positions: ctx.sample_positions(),
                 channels,
             });
         }

@@ -9,6 +9,7 @@
 //! | [`WeightGradient`] | a gradient of a parameter that is put off to the second half of backward |
 //! | [`Activation`], [`ActivationPool`] | shaped buffers, leased from a pool |
 //! | [`TensorOps`], [`Exchange`] | what blocks ask of the ranks that hold a model together |
+//! | [`zigzag`] | which positions of a sample the ranks of a context group compute |
 //! | [`Model`] | parameters, groups and blocks of one network |
 //! | [`Published`] | how a kind of model is published: names of tensors, words of `config.json` |
 //! | [`build()`] | a network from the `model` section: GPT-2, or the same without attention |
@@ -18,6 +19,7 @@
 mod activation;
 mod block;
 mod build;
+mod context_parallel;
 mod decoder;
 mod layers;
 mod param;
@@ -32,6 +34,7 @@ pub use block::{
     Block, Context, GradSink, GradSlot, Keep, Model, ModelPart, Params, SampleKey, Saved, WeightGradient,
 };
 pub use build::{block_count, build, build_part};
+pub use context_parallel::zigzag;
 pub use decoder::{ActivationKind, AttentionKind, Decoder, HEAD, Names, NormKind, PositionKind};
 pub use param::{AxisRole, GroupId, Init, ParamGroup, ParamId, ParamSpec, fill_init};
 pub(crate) use passes::sum_of_losses;

@@ -6,6 +6,7 @@
 //! Backward works in the reverse of the order in which parameters are listed, since that is the order of gradient
 //! memory: within a layer the bias, then the weight.
 
+use super::context_parallel::{KeyExchange, Stretch};
 use super::decoder::{ActivationKind, PositionKind};
 use super::layers::{Dense, DropoutLayer, NormedDense, Site, with_channels};
 use super::{Activation, Block, Context, GradSink, GradSlot, Keep, ParamId, Saved};
@@ -13,8 +14,8 @@ use crate::config::Recompute;
 use crate::device::{Buffer, DeviceError};
 use crate::ops::{
     AttentionBackward, AttentionDecode, AttentionForward, AttentionShape, CrossEntropy, CrossEntropyCombine,
-    CrossEntropyPartial, DropoutMask, EncoderForward, GeluBackward, GeluForward, PositionBackward, Rotary,
-    RotaryEmbedding, SwigluBackward, SwigluForward, TokenBackward,
+    CrossEntropyPartial, DropoutMask, EncoderForward, Fill, GeluBackward, GeluForward, Op,
+    PositionBackward, Rotary, RotaryEmbedding, SwigluBackward, SwigluForward, TokenBackward,
 };
 
 /// `[B, T, C]` to `[B, T, C]`.
@@ -159,15 +160,17 @@ impl Block for Embedding {
         let out = ctx.lease("embedding", &[batch, positions, self.channels])?;
         // The parts are summed: one rank adds the positions.
         let wpe = self.wpe.filter(|_| ctx.tensor_place().0 == 0);
-        let from_first = |wpe: Buffer| wpe.slice(ctx.first_position() * self.channels..wpe.len());
-        ctx.enqueue(EncoderForward {
-            tokens: inp.buffer().clone(),
-            part: ctx.vocabulary(self.held),
-            wte: ctx.params.get(self.wte),
-            wpe: wpe.map(|wpe| from_first(ctx.params.get(wpe))),
-            out: out.buffer().clone(),
-            positions,
-        });
+        for stretch in ctx.stretches() {
+            let from_first = |wpe: Buffer| wpe.slice(stretch.positions.start * self.channels..wpe.len());
+            ctx.enqueue(EncoderForward {
+                tokens: stretch.of(inp.buffer(), 1),
+                part: ctx.vocabulary(self.held),
+                wte: ctx.params.get(self.wte),
+                wpe: wpe.map(|wpe| from_first(ctx.params.get(wpe))),
+                out: stretch.of(out.buffer(), self.channels),
+                positions: stretch.positions.len(),
+            });
+        }
         let out = ctx.summed_rows("embedding", out)?;
         ctx.save(saved, "tokens", inp);
         let dropped = self.dropout.apply(ctx, Site::Embedding, &out, None)?;
@@ -184,17 +187,10 @@ impl Block for Embedding {
         let tokens = saved.take("tokens")?;
         let dout = self.dropout.gradient(ctx, Site::Embedding, dout)?;
         let dout = ctx.gathered_rows("gradient of the embedding", &dout)?;
-        let [_, positions] = batch_and_positions(&tokens)?;
         if let Some(wpe) = self.wpe {
-            let (dout_rows, channels) = (dout.buffer().clone(), self.channels);
-            let of = move |slot: GradSlot| PositionBackward {
-                dout: dout_rows,
-                dwpe: slot.buffer,
-                accumulate: slot.accumulate,
-                positions,
-                channels,
-            };
-            ctx.contribute(grads, wpe, &[&dout], of)?;
+            let (dout_rows, channels, stretches) = (dout.buffer().clone(), self.channels, ctx.stretches());
+            let of = move |slot: GradSlot| position_gradients(&slot, &dout_rows, &stretches, channels);
+            ctx.contribute_all(grads, wpe, &[&dout], of)?;
         }
         let (token_rows, dout_rows) = (tokens.buffer().clone(), dout.buffer().clone());
         let part = ctx.vocabulary(self.held);
@@ -208,6 +204,28 @@ impl Block for Embedding {
         ctx.contribute(grads, self.wte, &[&tokens, &dout], of)?;
         Ok(None)
     }
+}
+
+/// Every stretch writes, or adds to, its positions' gradients, and those behind: where the first position is of none, all
+/// begin with zeros.
+fn position_gradients(slot: &GradSlot, dout: &Buffer, stretches: &[Stretch], channels: usize) -> Vec<Op> {
+    let (out, mut accumulate) = (slot.buffer.clone(), slot.accumulate);
+    let mut ops = Vec::new();
+    if stretches.len() > 1 && !accumulate {
+        (ops, accumulate) = (vec![Fill { out, value: 0.0 }.into()], true);
+    }
+    ops.extend(stretches.iter().map(|stretch| {
+        let first = stretch.positions.start * channels;
+        let of_stretch = PositionBackward {
+            dout: stretch.of(dout, channels),
+            dwpe: slot.buffer.slice(first..slot.buffer.len()),
+            accumulate,
+            positions: stretch.positions.len(),
+            channels,
+        };
+        Op::from(of_stretch)
+    }));
+    ops
 }
 
 fn batch_and_positions(tokens: &Activation) -> Result<[usize; 2], DeviceError> {
@@ -389,13 +407,18 @@ impl Attention {
             }
             Keep::Nothing | Keep::ForBackward(_) => {
                 let lse = ctx.lease_stat("attention lse", &[shape.batch, shape.heads, shape.positions])?;
-                ctx.enqueue(AttentionForward {
-                    qkv: shape.views(qkv.buffer()),
-                    out: mixed.buffer().clone(),
-                    lse: lse.buffer().clone(),
-                    shape,
-                    dropout: self.mask(ctx),
-                });
+                let others = KeyExchange::of(ctx, shape);
+                let keys = others.as_ref().map(|others| others.gather(&qkv)).transpose()?;
+                for stretch in ctx.stretches() {
+                    let shape = stretch.shape(shape);
+                    ctx.enqueue(AttentionForward {
+                        qkv: stretch.views(shape, &qkv, keys.as_ref()),
+                        out: stretch.of(mixed.buffer(), shape.channels()),
+                        lse: stretch.of(lse.buffer(), shape.heads),
+                        shape,
+                        dropout: self.mask(ctx),
+                    });
+                }
                 Some(lse)
             }
         };
@@ -413,13 +436,16 @@ impl Attention {
     /// Rotates queries and keys by their positions, or their gradients back, if the model does that.
     fn rotate(&self, ctx: &Context<'_>, qkv: &Activation, backward: bool) {
         if let PositionKind::Rotary { theta, scaling } = self.positions {
-            ctx.enqueue(Rotary {
-                qkv: qkv.buffer().clone(),
-                shape: self.shape(ctx),
-                embedding: RotaryEmbedding { base: theta, scaling },
-                first_position: ctx.first_position(),
-                backward,
-            });
+            for stretch in ctx.stretches() {
+                let shape = stretch.shape(self.shape(ctx));
+                ctx.enqueue(Rotary {
+                    qkv: stretch.of(qkv.buffer(), shape.qkv_channels()),
+                    shape,
+                    embedding: RotaryEmbedding { base: theta, scaling },
+                    first_position: stretch.positions.start,
+                    backward,
+                });
+            }
         }
     }
 
@@ -445,21 +471,34 @@ impl Attention {
         let dmixed = self.projection.dinp(ctx, &dprojected)?;
         drop(dprojected);
         let dqkv = ctx.lease("gradient of qkv", qkv.shape())?;
-        let shape = self.shape(ctx);
-        let forward = AttentionForward {
-            qkv: shape.views(qkv.buffer()),
-            out: mixed.buffer().clone(),
-            lse: lse.buffer().clone(),
-            shape,
-            dropout: self.mask(ctx),
-        };
-        ctx.enqueue(AttentionBackward {
-            forward,
-            dout: dmixed.buffer().clone(),
-            dqkv: shape.views(dqkv.buffer()),
-            accumulate: false,
-        });
-        drop((qkv, mixed, lse, dmixed));
+        let others = KeyExchange::of(ctx, self.shape(ctx));
+        let keys = others.as_ref().map(|others| others.gather(&qkv)).transpose()?;
+        let dkeys = others.as_ref().map(KeyExchange::gradients).transpose()?;
+        for (i, stretch) in ctx.stretches().iter().enumerate() {
+            let shape = stretch.shape(self.shape(ctx));
+            let of = |part: &Activation, width: usize| stretch.of(part.buffer(), width);
+            let dordered = dkeys.as_ref().map(|[ordered, _]| ordered);
+            let forward = AttentionForward {
+                qkv: stretch.views(shape, &qkv, keys.as_ref()),
+                out: of(&mixed, shape.channels()),
+                lse: of(&lse, shape.heads),
+                shape,
+                dropout: self.mask(ctx),
+            };
+            ctx.enqueue(AttentionBackward {
+                forward,
+                dout: of(&dmixed, shape.channels()),
+                dqkv: stretch.views(shape, &dqkv, dordered),
+                accumulate: false,
+            });
+            if let (Some(others), Some(dkeys)) = (&others, &dkeys) {
+                others.add_up(dkeys, i > 0);
+            }
+        }
+        drop((qkv, mixed, lse, dmixed, keys));
+        if let (Some(others), Some(dkeys)) = (others, dkeys) {
+            others.scatter(dkeys, &dqkv)?;
+        }
         self.rotate(ctx, &dqkv, true);
         self.qkv.backward(ctx, [&inp, &dqkv], saved, Some(stream), grads)
     }

@@ -1,4 +1,4 @@
-//! The ranks that hold a model together, over a communicator: what [`TensorOps`] are for blocks.
+//! The ranks that compute blocks together, over communicators: what [`TensorOps`] are for blocks.
 
 use super::comm_times::CommTracker;
 use crate::collective::{CollectiveError, Communicator, Launch, ReduceOp, Traffic};
@@ -6,7 +6,7 @@ use crate::device::{Compute, DeviceError};
 use crate::mesh::{Axis, Mesh};
 use crate::model::{Activation, Context, Exchange, ExchangeKind, TensorOps, own_rows};
 
-/// A tensor group. Sums are in rank order, the same bits on every rank.
+/// A tensor group, or a context group. Sums are in rank order, the same bits on every rank.
 ///
 /// With t ranks and an activation of A bytes, a rank moves 2(t−1)/t·A in an all-reduce and (t−1)/t·A in each of the others,
 /// as [`Traffic::Activations`].
@@ -39,33 +39,46 @@ impl TensorGroup {
 /// All groups of ranks that compute blocks together with this one; none where this rank does it alone.
 pub struct BlockGroups {
     tensor: Option<TensorGroup>,
+    context: Option<TensorGroup>,
+    /// The ranks of both.
+    all: Option<Communicator>,
 }
 
 impl BlockGroups {
     /// Every rank must call it. `is_sequence` is as in [`TensorGroup::new`].
     pub fn connect(mesh: &Mesh, compute: &Compute, is_sequence: bool) -> Result<Self, CollectiveError> {
-        let along = [Axis::Tensor];
-        let connect = || mesh.group_inline(&along, "activations along tensor");
-        let comm = (mesh.size(&along) > 1).then(connect).transpose()?;
+        let connect = |axes: &[Axis], name| {
+            let has_several = axes.iter().all(|&axis| mesh.size(&[axis]) > 1);
+            has_several.then(|| mesh.group_inline(axes, name)).transpose()
+        };
+        let tensor = connect(&[Axis::Tensor], "activations along tensor")?;
+        let context = connect(&[Axis::Context], "activations along context")?;
+        let both = connect(&[Axis::Context, Axis::Tensor], "activations along context × tensor")?;
         Ok(Self {
-            tensor: comm.map(|comm| TensorGroup::new(comm, compute, is_sequence)),
+            all: both.or_else(|| tensor.clone().or_else(|| context.clone())),
+            tensor: tensor.map(|comm| TensorGroup::new(comm, compute, is_sequence)),
+            context: context.map(|comm| TensorGroup::new(comm, compute, false)),
         })
     }
 
     /// The ranks that sum and gather activations without copies, if these lie in memory that they share.
     pub fn communicator(&self) -> Option<&Communicator> {
-        self.tensor.as_ref().map(|group| &group.comm)
+        self.all.as_ref()
     }
 
     /// Of each group.
     pub fn trackers(&self) -> impl Iterator<Item = &CommTracker> {
-        self.tensor.iter().map(TensorGroup::tracker)
+        self.tensor.iter().chain(&self.context).map(TensorGroup::tracker)
     }
 
     /// For blocks that these ranks compute together.
     pub fn with_groups<'a>(&'a self, ctx: Context<'a>) -> Context<'a> {
-        let tensor = self.tensor.as_ref().map(|group| group as &dyn TensorOps);
-        Context { tensor, ..ctx }
+        let ops = |group: &'a Option<TensorGroup>| group.as_ref().map(|group| group as &dyn TensorOps);
+        Context {
+            tensor: ops(&self.tensor),
+            context_group: ops(&self.context),
+            ..ctx
+        }
     }
 }
 

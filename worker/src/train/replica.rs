@@ -218,9 +218,9 @@ impl Replica {
         done.map_err(|error| self.cause(error))
     }
 
-    /// Positions of a micro-batch.
-    pub(crate) fn positions(&self) -> usize {
-        self.dloss.len()
+    /// Samples of a micro-batch, and positions of each that this rank computes.
+    pub(crate) fn shape(&self) -> [usize; 2] {
+        self.feed.shape
     }
 
     /// The cause of a failed operation: communication that failed before it, if there is some, else the error itself.

@@ -68,7 +68,7 @@ pub(crate) fn run_row(
     caller: &mut dyn RowCaller,
 ) -> Result<(), TrainError> {
     let row = replica.row(purpose, micro_batches);
-    let mut batch = MicroBatch::new(replica.positions());
+    let mut batch = MicroBatch::new(replica.shape().iter().product());
     replica.begin(purpose);
     for action in row {
         caller.before(replica, action)?;

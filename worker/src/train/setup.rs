@@ -319,7 +319,8 @@ fn loader(config: &TrainConfig, world: &World, dataset: &Dataset) -> Loader {
         micro_batch: config.train.micro_batch as u64,
         accumulation: config.train.grad_accumulation as u64,
     };
-    Loader::new(dataset.train.clone(), sampler, shape, block_size).ending(config.data.last_batch)
+    let loader = Loader::new(dataset.train.clone(), sampler, shape, block_size);
+    (loader.reading(world.stretches(block_size))).ending(config.data.last_batch)
 }
 
 fn open_run_dir(config: &TrainConfig, session: &Session) -> Result<(RunDir, Option<u64>), TrainError> {

@@ -1,5 +1,6 @@
 //! One rank among the others: its device, its stream, the communicator of the world, and its groups.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -10,8 +11,8 @@ use crate::collective::{Communicator, Executor, Transport};
 use crate::config::TrainConfig;
 use crate::costs::residual_rows;
 use crate::device::{Compute, Device};
-use crate::mesh::{Mesh, MeshShape};
-use crate::model::Model;
+use crate::mesh::{Axis, Mesh, MeshShape};
+use crate::model::{Model, zigzag};
 use crate::parallel::pipeline::PipelinePlan;
 use crate::parallel::{
     BlockGroups, JoinOptions, MessageShape, ReplicaSet, StageMessages, join_world_on, join_world_through,
@@ -75,6 +76,12 @@ impl World {
 
     pub(super) fn size(&self) -> usize {
         self.comm.size()
+    }
+
+    /// The positions of each sample that this rank computes.
+    pub(super) fn stretches(&self, positions: usize) -> Vec<Range<usize>> {
+        let along = [Axis::Context];
+        zigzag(positions, self.mesh.index(&along), self.mesh.size(&along))
     }
 
     /// When the host stops waiting for one collective that begins now.

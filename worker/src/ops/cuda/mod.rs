@@ -19,6 +19,7 @@
 //! | `rmsnorm` | the same, without moving rows | 2s; 4s |
 //! | `swiglu` | forward; backward in place; of an element of the output | 3s; 6s |
 //! | `rotary` | forward and backward in place, of queries and keys | 2s |
+//! | `copy_rows` | rows into another order, or added to it | 2s; 3s |
 //! | `column_sum` | sums over rows in two stages; a single row, added or copied, in one; a bias and a residual added to rows | s; 2s, 3s; 2s, 3s |
 //! | `encoder` | forward, gradient of positions | 2s; s |
 //! | `token_backward`, `token_sort` | gradient of the token embedding: rows sorted by token, then added | s, and the rows touched |

@@ -27,7 +27,7 @@ pub(super) fn mean_loss(
     replica: &mut Replica,
     rank_table: &RankTable,
 ) -> Result<f64, TrainError> {
-    let (mesh, rows) = (&replica.world.mesh, replica.positions() / block_size);
+    let (mesh, [rows, _]) = (&replica.world.mesh, replica.shape());
     let blocks = tokens.blocks(block_size);
     let ranks = mesh.size(&SAMPLES) as u64;
     let mine = eval_blocks(blocks, mesh.index(&SAMPLES) as u64, ranks);
@@ -36,6 +36,7 @@ pub(super) fn mean_loss(
     let mut row = EvaluationRow {
         tokens,
         block_size,
+        stretches: replica.world.stretches(block_size),
         session,
         mine,
         rows: rows as u64,
@@ -66,6 +67,8 @@ pub(super) fn mean_loss(
 struct EvaluationRow<'a> {
     tokens: &'a Tokens,
     block_size: usize,
+    /// Positions of each block that this rank computes.
+    stretches: Vec<Range<usize>>,
     session: &'a Session,
     /// The blocks of this rank.
     mine: Range<u64>,
@@ -102,7 +105,7 @@ impl RowCaller for EvaluationRow<'_> {
     fn read(&mut self, _replica: &Replica, action: Action, batch: &mut MicroBatch) -> Result<(), TrainError> {
         let MicroBatch { inputs, targets } = batch;
         let starts = self.blocks(action).map(|block| block * self.block_size as u64);
-        fill_batch(self.tokens, starts, self.block_size, inputs, targets)?;
+        fill_batch(self.tokens, starts, &self.stretches, inputs, targets)?;
         Ok(())
     }
 

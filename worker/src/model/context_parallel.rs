@@ -1,0 +1,219 @@
+//! Context parallelism: ranks compute different positions of the same samples.
+//!
+//! Only attention looks at other positions. A late position sees more keys than an early one, so that the positions are
+//! cut into twice as many chunks as there are ranks, and a rank has one from each end ([`zigzag`]; Llama 3, section 3.3.2).
+//! These are its *stretches*. Its rows lie by stretch, then sample, then position: `[S, B, T/(S·c)]`. All that works row by
+//! row sees `[B, T/c]`.
+//!
+//! Keys and values of all ranks are gathered, and put into the order of their positions. So a query's sums have the order
+//! of one rank, and forward has its bits. Backward gathers them again, and reduce-scatters their gradients. With c ranks
+//! and K bytes of keys and values, a rank sends 3(c − 1)/c·K.
+
+use std::ops::Range;
+
+use super::{Activation, Context, ExchangeKind, TensorOps};
+use crate::device::{Buffer, DeviceError};
+use crate::ops::{AttentionShape, CopyRows, HeadsView, RowBlocks};
+
+/// The positions of a sample that the rank at `index` of so many `ranks` computes: one range for a single rank, else two, of
+/// one length.
+pub fn zigzag(positions: usize, index: usize, ranks: usize) -> Vec<Range<usize>> {
+    if ranks == 1 {
+        return vec![0..positions];
+    }
+    let each = positions / (2 * ranks);
+    let chunks = [index, 2 * ranks - 1 - index];
+    chunks.map(|chunk| chunk * each..(chunk + 1) * each).to_vec()
+}
+
+/// Neighbouring positions of all samples of a micro-batch.
+pub(super) struct Stretch {
+    /// Where they lie among this rank's rows.
+    pub(super) rows: Range<usize>,
+    /// Of each sample.
+    pub(super) positions: Range<usize>,
+}
+
+impl Stretch {
+    /// Its part of a buffer with `width` elements a row.
+    pub(super) fn of(&self, all: &Buffer, width: usize) -> Buffer {
+        all.slice(self.rows.start * width..self.rows.end * width)
+    }
+
+    /// Sizes of its attention, given those of all of a rank's rows.
+    pub(super) fn shape(&self, shape: AttentionShape) -> AttentionShape {
+        let positions = self.positions.len();
+        AttentionShape { positions, ..shape }
+    }
+
+    /// Its queries, with the gathered keys and values of all positions ([`KeyExchange::gather`]), or with its own.
+    pub(super) fn views(
+        &self,
+        shape: AttentionShape,
+        qkv: &Activation,
+        gathered: Option<&Activation>,
+    ) -> [HeadsView; 3] {
+        let own = shape.views(&self.of(qkv.buffer(), shape.qkv_channels()));
+        let Some(gathered) = gathered else {
+            return own;
+        };
+        let [mut q, ..] = own;
+        q.first_position = self.positions.start;
+        let (buffer, width) = (gathered.buffer(), shape.kv_channels());
+        let [k, v] = [0, width].map(|offset| HeadsView {
+            buffer: buffer.clone(),
+            stride: 2 * width,
+            offset,
+            first_position: 0,
+        });
+        [q, k, v]
+    }
+}
+
+impl Context<'_> {
+    /// Positions of a sample, over all ranks that compute some.
+    pub(super) fn sample_positions(&self) -> usize {
+        self.shape[1] * self.context_group.map_or(1, TensorOps::size)
+    }
+
+    /// What this rank computes.
+    pub(super) fn stretches(&self) -> Vec<Stretch> {
+        let [samples, positions] = self.shape;
+        let ranges = match self.context_group {
+            None => vec![self.first_position()..self.first_position() + positions],
+            Some(group) => zigzag(self.sample_positions(), group.index(), group.size()),
+        };
+        let stretch = |(i, positions): (usize, Range<usize>)| {
+            let rows = samples * positions.len();
+            Stretch {
+                rows: i * rows..(i + 1) * rows,
+                positions,
+            }
+        };
+        ranges.into_iter().enumerate().map(stretch).collect()
+    }
+}
+
+/// Keys and values of a micro-batch on their way between the ranks of a context group.
+pub(super) struct KeyExchange<'a> {
+    ctx: &'a Context<'a>,
+    group: &'a dyn TensorOps,
+    shape: AttentionShape,
+}
+
+impl<'a> KeyExchange<'a> {
+    /// Of attention over this rank's rows, whose sizes are `shape`. None: a rank has all positions.
+    pub(super) fn of(ctx: &'a Context<'a>, shape: AttentionShape) -> Option<Self> {
+        let group = ctx.context_group?;
+        Some(Self { ctx, group, shape })
+    }
+
+    /// Keys and values of a row.
+    fn width(&self) -> usize {
+        2 * self.shape.kv_channels()
+    }
+
+    /// Rows of all ranks, by rank or by position.
+    fn lease(&self, name: &str) -> Result<Activation, DeviceError> {
+        self.ctx.lease(name, &[self.group.size() * self.shape.rows(), self.width()])
+    }
+
+    /// Keys and values of all positions in their order, `[B, T, 2·KV·D]`.
+    pub(super) fn gather(&self, qkv: &Activation) -> Result<Activation, DeviceError> {
+        let by_rank = self.lease("keys and values by rank")?;
+        self.copy(self.own(qkv), self.own(&self.group.own_rows(&by_rank)?), false);
+        self.group.gather_rows(&by_rank, "keys and values")?;
+        let ordered = self.lease("keys and values")?;
+        for is_late in [false, true] {
+            self.copy(self.by_rank(&by_rank, is_late), self.ordered(&ordered, is_late), false);
+        }
+        Ok(ordered)
+    }
+
+    /// Memory for gradients of keys and values: those of one stretch of queries, by position, and their sum, by rank.
+    pub(super) fn gradients(&self) -> Result<[Activation; 2], DeviceError> {
+        Ok([self.lease("gradient of keys")?, self.lease("gradient of keys by rank")?])
+    }
+
+    /// Puts the gradients of a stretch of queries by rank, or adds them to those of the other one.
+    pub(super) fn add_up(&self, [ordered, by_rank]: &[Activation; 2], accumulate: bool) {
+        for is_late in [false, true] {
+            self.copy(self.ordered(ordered, is_late), self.by_rank(by_rank, is_late), accumulate);
+        }
+    }
+
+    /// Sums the gradients over the ranks, in their order: each gets those of its keys and values, in `dqkv`.
+    pub(super) fn scatter(&self, [_, by_rank]: [Activation; 2], dqkv: &Activation) -> Result<(), DeviceError> {
+        let (group, kind) = (self.group, ExchangeKind::ReduceScatterRows);
+        group.finish(group.start(kind, &by_rank, "gradient of keys and values")?)?;
+        self.copy(self.own(&group.own_rows(&by_rank)?), self.own(dqkv), false);
+        Ok(())
+    }
+
+    /// This rank's two stretches: the last columns of its rows, whatever else is in them.
+    fn own(&self, rows: &Activation) -> RowBlocks {
+        let stride = rows.buffer().len() / self.shape.rows();
+        RowBlocks {
+            buffer: rows.buffer().clone(),
+            stride,
+            offset: stride - self.width(),
+            blocks: [2, self.shape.batch],
+            first: 0,
+            steps: [self.shape.batch as isize, 1],
+        }
+    }
+
+    /// The early or the late stretch of every rank, in rows by rank.
+    fn by_rank(&self, rows: &Activation, is_late: bool) -> RowBlocks {
+        let samples = self.shape.batch as isize;
+        self.all(rows, if is_late { samples } else { 0 }, [2 * samples, 1])
+    }
+
+    /// The same in rows by position: [`zigzag`].
+    fn ordered(&self, rows: &Activation, is_late: bool) -> RowBlocks {
+        let chunks = 2 * self.group.size() as isize;
+        let (first, step) = if is_late { (chunks - 1, -1) } else { (0, 1) };
+        self.all(rows, first, [step, chunks])
+    }
+
+    fn all(&self, rows: &Activation, first: isize, steps: [isize; 2]) -> RowBlocks {
+        RowBlocks {
+            buffer: rows.buffer().clone(),
+            stride: self.width(),
+            offset: 0,
+            blocks: [self.group.size(), self.shape.batch],
+            first: first as usize,
+            steps,
+        }
+    }
+
+    /// Each block has the rows of a stretch and a sample.
+    fn copy(&self, x: RowBlocks, out: RowBlocks, accumulate: bool) {
+        self.ctx.enqueue(CopyRows {
+            x,
+            out,
+            rows: self.shape.positions / 2,
+            channels: self.width(),
+            accumulate,
+        });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranks_share_positions_and_their_work_evenly() {
+        assert_eq!(zigzag(12, 0, 1), [0..12]);
+        for (positions, ranks) in [(12, 2), (12, 3), (64, 8)] {
+            let of = |index| zigzag(positions, index, ranks);
+            let mut all: Vec<usize> = (0..ranks).flat_map(of).flatten().collect();
+            all.sort_unstable();
+            assert_eq!(all, (0..positions).collect::<Vec<_>>());
+            // Keys that the queries of a rank see.
+            let work = |index| of(index).into_iter().flatten().map(|position| position + 1).sum::<usize>();
+            assert!((1..ranks).all(|index| work(index) == work(0)), "{ranks} ranks");
+        }
+    }
+}
