@@ -115,7 +115,8 @@ impl<'a> KeyExchange<'a> {
 
     /// Rows of all ranks, by rank or by position.
     fn lease(&self, name: &str) -> Result<Activation, DeviceError> {
-        self.ctx.lease(name, &[self.group.size() * self.shape.rows(), self.width()])
+        self.ctx
+            .lease(name, &[self.group.size() * self.shape.rows(), self.width()])
     }
 
     /// Keys and values of all positions in their order, `[B, T, 2·KV·D]`.
@@ -125,25 +126,40 @@ impl<'a> KeyExchange<'a> {
         self.group.gather_rows(&by_rank, "keys and values")?;
         let ordered = self.lease("keys and values")?;
         for is_late in [false, true] {
-            self.copy(self.by_rank(&by_rank, is_late), self.ordered(&ordered, is_late), false);
+            self.copy(
+                self.by_rank(&by_rank, is_late),
+                self.ordered(&ordered, is_late),
+                false,
+            );
         }
         Ok(ordered)
     }
 
     /// Memory for gradients of keys and values: those of one stretch of queries, by position, and their sum, by rank.
     pub(super) fn gradients(&self) -> Result<[Activation; 2], DeviceError> {
-        Ok([self.lease("gradient of keys")?, self.lease("gradient of keys by rank")?])
+        Ok([
+            self.lease("gradient of keys")?,
+            self.lease("gradient of keys by rank")?,
+        ])
     }
 
     /// Puts the gradients of a stretch of queries by rank, or adds them to those of the other one.
     pub(super) fn add_up(&self, [ordered, by_rank]: &[Activation; 2], accumulate: bool) {
         for is_late in [false, true] {
-            self.copy(self.ordered(ordered, is_late), self.by_rank(by_rank, is_late), accumulate);
+            self.copy(
+                self.ordered(ordered, is_late),
+                self.by_rank(by_rank, is_late),
+                accumulate,
+            );
         }
     }
 
     /// Sums the gradients over the ranks, in their order: each gets those of its keys and values, in `dqkv`.
-    pub(super) fn scatter(&self, [_, by_rank]: [Activation; 2], dqkv: &Activation) -> Result<(), DeviceError> {
+    pub(super) fn scatter(
+        &self,
+        [_, by_rank]: [Activation; 2],
+        dqkv: &Activation,
+    ) -> Result<(), DeviceError> {
         let (group, kind) = (self.group, ExchangeKind::ReduceScatterRows);
         group.finish(group.start(kind, &by_rank, "gradient of keys and values")?)?;
         self.copy(self.own(&group.own_rows(&by_rank)?), self.own(dqkv), false);
@@ -212,7 +228,13 @@ mod tests {
             all.sort_unstable();
             assert_eq!(all, (0..positions).collect::<Vec<_>>());
             // Keys that the queries of a rank see.
-            let work = |index| of(index).into_iter().flatten().map(|position| position + 1).sum::<usize>();
+            let work = |index| {
+                of(index)
+                    .into_iter()
+                    .flatten()
+                    .map(|position| position + 1)
+                    .sum::<usize>()
+            };
             assert!((1..ranks).all(|index| work(index) == work(0)), "{ranks} ranks");
         }
     }

@@ -14,8 +14,8 @@ use crate::config::Recompute;
 use crate::device::{Buffer, DeviceError};
 use crate::ops::{
     AttentionBackward, AttentionDecode, AttentionForward, AttentionShape, CrossEntropy, CrossEntropyCombine,
-    CrossEntropyPartial, DropoutMask, EncoderForward, Fill, GeluBackward, GeluForward, Op,
-    PositionBackward, Rotary, RotaryEmbedding, SwigluBackward, SwigluForward, TokenBackward,
+    CrossEntropyPartial, DropoutMask, EncoderForward, Fill, GeluBackward, GeluForward, Op, PositionBackward,
+    Rotary, RotaryEmbedding, SwigluBackward, SwigluForward, TokenBackward,
 };
 
 /// `[B, T, C]` to `[B, T, C]`.

@@ -53,7 +53,10 @@ impl BlockGroups {
         };
         let tensor = connect(&[Axis::Tensor], "activations along tensor")?;
         let context = connect(&[Axis::Context], "activations along context")?;
-        let both = connect(&[Axis::Context, Axis::Tensor], "activations along context × tensor")?;
+        let both = connect(
+            &[Axis::Context, Axis::Tensor],
+            "activations along context × tensor",
+        )?;
         Ok(Self {
             all: both.or_else(|| tensor.clone().or_else(|| context.clone())),
             tensor: tensor.map(|comm| TensorGroup::new(comm, compute, is_sequence)),

@@ -1,6 +1,6 @@
 //! The same numbers under any layout: runs of a generated set of layouts against the same run on one rank.
 //!
-//! A layout is a mesh (pipeline × data × tensor), a schedule with its chunks, what is sharded, sequence parallelism. Each
+//! A layout is a mesh (pipeline × data × context × tensor), a schedule with its chunks, what is sharded, sequence parallelism. Each
 //! trains a model of some kind in some precision with some recomputation and accumulation. Where the contract says so, the
 //! bits are those of one rank (or of as many data-parallel ranks without the rest); else losses and parameters agree to
 //! 1e-5. A layout that fails prints the command that repeats it.
@@ -28,6 +28,7 @@ struct Layout {
     chunks: Option<usize>,
     data: usize,
     strategy: Strategy,
+    context: usize,
     tensor: usize,
     sequence: bool,
     precision: Precision,
@@ -38,13 +39,14 @@ struct Layout {
 
 impl Layout {
     fn ranks(&self) -> usize {
-        self.stages * self.data * self.tensor
+        self.stages * self.data * self.context * self.tensor
     }
 
     fn apply(&self, c: &mut TrainConfig) {
         self.model(c);
         c.train.grad_accumulation = self.accumulation;
         c.parallel.strategy = self.strategy;
+        c.parallel.context = self.context;
         c.parallel.tensor = self.tensor;
         c.parallel.sequence = self.sequence;
         c.parallel.pipeline.stages = self.stages;
@@ -81,7 +83,7 @@ impl Layout {
         let reduces_once = self.accumulation == 1
             || self.stages > 1
             || matches!(self.strategy, Strategy::Ddp | Strategy::Zero1);
-        self.tensor == 1 && reduces_once
+        self.tensor == 1 && self.context == 1 && reduces_once
     }
 
     /// The same samples a step on data-parallel ranks alone; on one rank they are accumulated.
@@ -174,7 +176,7 @@ const SCHEDULES: [PipelineSchedule; 6] = [
 const CHUNKS: [Option<usize>; 4] = [None, Some(2), Some(3), Some(4)];
 const STRATEGIES: [Strategy; 4] = [Strategy::Ddp, Strategy::Zero1, Strategy::Zero2, Strategy::Zero3];
 
-/// All of them: four of every mesh, whose other choices are made independently of it and of each other.
+/// All of them: four of every mesh, two where it has context ranks, whose other choices are made independently of it and of each other.
 fn layouts() -> Vec<Layout> {
     let (mut kinds, mut saved) = (Deck::new(1, &KINDS), Deck::new(2, &RECOMPUTE));
     // Alone, a rank shares no rows.
@@ -184,8 +186,8 @@ fn layouts() -> Vec<Layout> {
     let mut strategies = Deck::new(7, &STRATEGIES);
     let mut counts = Deck::new(8, &[1, 2, 3]);
     let mut layouts = Vec::new();
-    for [stages, data, tensor] in RANKS.into_iter().flat_map(meshes) {
-        for _ in 0..4 {
+    for [stages, data, context, tensor] in RANKS.into_iter().flat_map(meshes) {
+        for _ in 0..if context > 1 { 2 } else { 4 } {
             let schedule = match stages {
                 1 => PipelineSchedule::OneFOneB,
                 _ => schedules.deal(),
@@ -212,10 +214,11 @@ fn layouts() -> Vec<Layout> {
                 // Of 8 layers.
                 chunks: chunks.map(|chunks: usize| chunks.min(8 / stages)),
                 data,
-                strategy: match data {
+                strategy: match data * context {
                     1 => Strategy::Ddp,
                     _ => strategies.deal(),
                 },
+                context,
                 tensor,
                 sequence,
                 precision,
@@ -231,14 +234,17 @@ fn layouts() -> Vec<Layout> {
     layouts
 }
 
-/// Stages, data-parallel and tensor ranks.
-fn meshes(ranks: usize) -> Vec<[usize; 3]> {
+/// Stages, data-parallel, context and tensor ranks.
+fn meshes(ranks: usize) -> Vec<[usize; 4]> {
     let divisors = |n: usize| (1..=n.min(4)).filter(move |d| n.is_multiple_of(*d));
-    let of_stages = |stages| {
-        let tensor = divisors(ranks / stages);
-        tensor.map(move |tensor| [stages, ranks / stages / tensor, tensor])
-    };
-    divisors(ranks).flat_map(of_stages).collect()
+    let mut meshes = Vec::new();
+    for (context, stages) in
+        divisors(ranks).flat_map(|context| divisors(ranks / context).map(move |stages| (context, stages)))
+    {
+        let rest = ranks / context / stages;
+        meshes.extend(divisors(rest).map(|tensor| [stages, rest / tensor, context, tensor]));
+    }
+    meshes
 }
 
 /// The bits of losses, norms, parameters and moments.
@@ -356,11 +362,17 @@ fn found<T: Ord>(of: impl Fn(&Layout) -> Option<T>) -> Vec<T> {
 }
 
 #[test]
-fn sixty_layouts_at_least_are_generated_and_every_choice_is_among_them() {
-    assert!(layouts().len() >= 60, "{}", layouts().len());
+fn a_hundred_layouts_at_least_are_generated_and_every_choice_is_among_them() {
+    assert!(layouts().len() >= 100, "{}", layouts().len());
     let shared = |of: fn(&Layout) -> String| found(|layout| (layout.data > 1).then(|| of(layout)));
     let piped = |of: fn(&Layout) -> String| found(|layout| (layout.stages > 1).then(|| of(layout)));
     let cut = |of: fn(&Layout) -> String| found(|layout| (layout.tensor > 1).then(|| of(layout)));
+    let parted = |of: fn(&Layout) -> String| found(|layout| (layout.context > 1).then(|| of(layout)));
+    assert_eq!(parted(|l| format!("{:?} {}", l.strategy, l.context)).len(), 8);
+    assert_eq!(
+        parted(|l| format!("{:?} {} {}", l.kind, l.stages > 1, l.tensor > 1)).len(),
+        8
+    );
     // Beside stages, and without them.
     assert_eq!(shared(|l| format!("{:?} {}", l.strategy, l.stages > 1)).len(), 8);
     assert_eq!(shared(|l| format!("{:?} {}", l.strategy, l.tensor > 1)).len(), 8);
@@ -390,7 +402,8 @@ fn copies_of_shards_beside_stages_and_tensor_ranks_equal_one_rank() {
     for [stages, tensor] in [[2, 1], [1, 2]] {
         let strategy = Strategy::Zero3;
         let layouts = layouts().into_iter();
-        let mut layouts = layouts.filter(|layout| [layout.stages, layout.tensor] == [stages, tensor]);
+        let mut layouts =
+            layouts.filter(|layout| [layout.stages, layout.tensor, layout.context] == [stages, tensor, 1]);
         let layout = layouts
             .find(|layout| layout.data == 4)
             .expect("there are four of the mesh");
@@ -415,7 +428,7 @@ fn tensor_ranks_whose_devices_defer_everything_make_the_same_bits() {
     for sequence in [false, true] {
         let layout = layouts()
             .into_iter()
-            .find(|layout| layout.stages == 1 && layout.tensor == 2 && layout.sequence == sequence);
+            .find(|l| [l.stages, l.context, l.tensor] == [1, 1, 2] && l.sequence == sequence);
         let layout = layout.expect("there are four of the mesh");
         let (at_once, mut later) = (Job::with(|c| layout.apply(c)), Job::with(|c| layout.apply(c)));
         later.device = Some(Box::new(|_| Arc::new(DeferredDevice::new())));

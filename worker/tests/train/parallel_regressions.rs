@@ -1,12 +1,12 @@
-//! What others ran into with tensor, sequence and pipeline parallelism: an issue of theirs each, or a scenario of their
+//! What others ran into with tensor, sequence, context and pipeline parallelism: an issue of theirs each, or a scenario of their
 //! tests, on whole runs. What shows without a run is beside the code: schedules in `worker/src/parallel/pipeline`, layers
 //! that are cut in `tensor_group.rs`.
 
 use crate::train_support::faulty::{FaultyDevice, Spoilt};
 use crate::train_support::{Job, Trained, assert_same, assert_within, copy_folder};
 use ddp_worker::config::{
-    LastBatch, LearningRate, ModelKind, OnNonFinite, OptimizerKind, PipelineSchedule, Recompute, Rescale,
-    Resume, Strategy, TrainConfig,
+    Accumulate, LastBatch, LearningRate, ModelKind, OnNonFinite, OptimizerKind, PipelineSchedule, Recompute,
+    Rescale, Resume, Strategy, TrainConfig,
 };
 use ddp_worker::plan::Estimate;
 
@@ -17,6 +17,7 @@ struct Layout {
     schedule: PipelineSchedule,
     data: usize,
     strategy: Strategy,
+    context: usize,
     tensor: usize,
     sequence: bool,
 }
@@ -26,6 +27,7 @@ const ALONE: Layout = Layout {
     schedule: PipelineSchedule::OneFOneB,
     data: 1,
     strategy: Strategy::Ddp,
+    context: 1,
     tensor: 1,
     sequence: false,
 };
@@ -47,7 +49,7 @@ const fn cut(tensor: usize, sequence: bool) -> Layout {
 }
 
 /// Each axis alone, and together.
-const LAYOUTS: [Layout; 7] = [
+const LAYOUTS: [Layout; 10] = [
     piped(2, PipelineSchedule::OneFOneB),
     piped(2, PipelineSchedule::Zbv),
     piped(4, PipelineSchedule::ZbH1),
@@ -65,6 +67,18 @@ const LAYOUTS: [Layout; 7] = [
         strategy: Strategy::Zero1,
         ..cut(2, true)
     },
+    Layout { context: 2, ..ALONE },
+    Layout {
+        context: 4,
+        strategy: Strategy::Zero1,
+        ..piped(2, PipelineSchedule::ZbH1)
+    },
+    Layout {
+        data: 2,
+        context: 2,
+        strategy: Strategy::Zero3,
+        ..cut(2, true)
+    },
 ];
 
 /// Micro-batches of all data-parallel ranks in a step.
@@ -72,17 +86,18 @@ const MICRO_BATCHES: usize = 8;
 
 impl Layout {
     fn ranks(self) -> u32 {
-        (self.stages * self.data * self.tensor) as u32
+        (self.stages * self.data * self.context * self.tensor) as u32
     }
 
     /// Whether the contract promises the bits of one rank.
     fn has_the_bits_of_one_rank(self) -> bool {
-        self.data == 1 && self.tensor == 1
+        self.data == 1 && self.context == 1 && self.tensor == 1
     }
 
     fn apply(self, c: &mut TrainConfig) {
         c.train.grad_accumulation = MICRO_BATCHES / self.data;
         c.parallel.strategy = self.strategy;
+        c.parallel.context = self.context;
         c.parallel.tensor = self.tensor;
         c.parallel.sequence = self.sequence;
         c.parallel.pipeline.stages = self.stages;
@@ -233,9 +248,9 @@ fn first_values_and_masks_are_those_of_the_seed_under_any_layout() {
     }
 }
 
-/// torchtitan 1306, pytorch 150336: sequence parallelism with positions that the ranks do not divide.
+/// torchtitan 1306, pytorch 150336: sequence and context parallelism with positions that the ranks do not divide.
 #[test]
-fn positions_that_tensor_ranks_do_not_divide_are_run_or_refused_in_words() {
+fn positions_that_ranks_do_not_divide_are_run_or_refused_in_words() {
     let odd = |samples: usize| {
         move |c: &mut TrainConfig| {
             c.model.block_size = 15;
@@ -247,11 +262,17 @@ fn positions_that_tensor_ranks_do_not_divide_are_run_or_refused_in_words() {
     for layout in [cut(2, false), cut(4, false), cut(2, true)] {
         assert_equal(layout, &alone, &layout.train(odd(2)));
     }
-    // One that fails first ends it for the other.
-    let outcomes = cut(2, true).job(odd(1)).run(2);
-    let words = outcomes.iter().map(|o| o.as_ref().unwrap_err().to_string());
-    let own: Vec<String> = words.filter(|words| words.contains("1 × 15")).collect();
-    insta::assert_snapshot!(own[0], @r"
+    let refused = |layout: Layout, words: &str| {
+        // One that fails first ends it for the other.
+        let outcomes = layout.job(odd(1)).run(layout.ranks());
+        let errors = outcomes.iter().map(|o| o.as_ref().unwrap_err().to_string());
+        errors.into_iter().find(|error| error.contains(words)).unwrap()
+    };
+    insta::assert_snapshot!(refused(LAYOUTS[7], "context"), @r"
+    `model.block_size` (15) cannot be divided over 2 context ranks, each of which computes two chunks of the positions of a sample
+      hint: set `model.block_size` to 12 or 16, or a different `parallel.context`
+    ");
+    insta::assert_snapshot!(refused(cut(2, true), "1 × 15"), @r"
     `parallel.sequence: true` shares the positions of a micro-batch, but 1 × 15 of them cannot be divided over 2 tensor ranks; `train.micro_batch: 2` would work
       hint: change `train.micro_batch` or `model.block_size`, or leave out `parallel.sequence`
     ");
@@ -275,6 +296,43 @@ fn the_loss_is_the_mean_over_all_targets_under_any_layout() {
         sizes.iter().any(|size| *size < tokens[0]),
         "a step is short: {tokens:?}"
     );
+}
+
+/// A rank's queries see gathered keys and values in the order of one rank, so that losses before the first
+/// update have its bits; ZeRO-1 to ZeRO-3 sum and update alike.
+#[test]
+fn context_ranks_have_the_losses_of_one_rank_and_one_state_whatever_is_sharded() {
+    for (kind, context, data) in [
+        (ModelKind::Gpt2, 2, 1),
+        (ModelKind::Llama, 4, 1),
+        (ModelKind::Gpt2, 2, 2),
+    ] {
+        let change = |c: &mut TrainConfig| {
+            c.model.kind = kind;
+            c.model.dropout = 0.1;
+            c.model.block_size = 64;
+            c.train.optimizer.kind = OptimizerKind::Adamw;
+            c.train.optimizer.lr = 1e-3;
+            c.parallel.accumulate = Accumulate::Full;
+        };
+        let alone = ALONE.train(change);
+        let sharded = |strategy| {
+            Layout {
+                strategy,
+                context,
+                data,
+                ..ALONE
+            }
+            .train(change)
+        };
+        let zero1 = sharded(Strategy::Zero1);
+        let what = format!("{kind:?}, {context} context × {data} data-parallel ranks");
+        assert_within(1e-5, &alone, &zero1, &what);
+        assert_eq!(alone.losses()[0] as f32, zero1.losses()[0] as f32, "{what}");
+        for strategy in [Strategy::Zero2, Strategy::Zero3] {
+            assert_same(&zero1, &sharded(strategy), &format!("{strategy:?}, {what}"));
+        }
+    }
 }
 
 /// A run under `to` that loads what `from` has saved, has nothing to do but to skip a step, and saves it again.
@@ -316,7 +374,7 @@ fn optimizer_state_is_read_by_other_layouts() {
                 .keys()
                 .any(|name| name.starts_with("optimizer.exp_avg_sq"))
         );
-        // 24 of the 64 pairs: each is read by one rank, and by the layouts one place and three places further.
+        // A third of the pairs: each is read by one rank, and by the layouts one place and three places further.
         for to in [all[(i + 1) % all.len()], all[(i + 3) % all.len()], ALONE] {
             let after = saved_again(&job, to);
             assert_eq!(before.state, after.state, "{from:?} to {to:?}");
@@ -328,7 +386,7 @@ fn optimizer_state_is_read_by_other_layouts() {
 #[test]
 fn a_run_goes_on_with_other_stages_and_tensor_ranks() {
     let constant = |c: &mut TrainConfig| {
-        c.train.steps = 5;
+        c.train.steps = 7;
         c.train.optimizer.kind = OptimizerKind::Adamw;
         c.train.optimizer.lr = 1e-3;
         c.train.schedule.kind = LearningRate::Constant;
@@ -342,6 +400,8 @@ fn a_run_goes_on_with_other_stages_and_tensor_ranks() {
         (3, LAYOUTS[5]),
         (4, LAYOUTS[1]),
         (5, LAYOUTS[4]),
+        (6, LAYOUTS[8]),
+        (7, LAYOUTS[9]),
     ] {
         layout.apply(&mut job.config);
         job.config.train.steps = steps;
@@ -350,7 +410,7 @@ fn a_run_goes_on_with_other_stages_and_tensor_ranks() {
     let lines = job.metrics();
     assert_eq!(
         lines.iter().map(|line| line.world_size).collect::<Vec<_>>(),
-        [8, 4, 4, 2, 4]
+        [8, 4, 4, 2, 4, 8, 8]
     );
     for (one, other) in undisturbed.metrics.iter().zip(&lines) {
         let error = (one.loss - other.loss).abs() / one.loss;

@@ -5,7 +5,9 @@ use crate::cuda::{Grid, KernelSource};
 use crate::memory::{Buffer, DeviceError};
 use crate::ops::cpu::kernel::{add_into, by_dtype};
 use crate::ops::cpu::stored::Stored;
-use crate::ops::cuda::plan::{Call, Plan, THREADS, WIDEST, act_defines, count, element, expect_dtype, kernels, width};
+use crate::ops::cuda::plan::{
+    Call, Plan, THREADS, WIDEST, act_defines, count, element, expect_dtype, kernels, width,
+};
 use crate::ops::{Cpu, Operation};
 
 /// Blocks of consecutive rows: block `(i, j)` is the one with number `first + i·steps[0] + j·steps[1]` of a buffer.
@@ -77,7 +79,13 @@ impl Operation for CopyRows {
             .flag(self.accumulate);
         for blocks in [x, out] {
             let [step_i, step_j] = blocks.steps.map(|step| step as u64);
-            call = call.u64([blocks.stride as u64, blocks.offset as u64, blocks.first as u64, step_i, step_j]);
+            call = call.u64([
+                blocks.stride as u64,
+                blocks.offset as u64,
+                blocks.first as u64,
+                step_i,
+                step_j,
+            ]);
         }
         Ok(call.into())
     }
@@ -90,9 +98,13 @@ impl CopyRows {
         let fits = |all: &RowBlocks| {
             let block = self.rows * all.stride;
             let corners = [[0, 0], [0, j - 1], [i - 1, 0], [i - 1, j - 1]];
-            let is_inside = |[i, j]: [usize; 2]| all.block(i, j).is_some_and(|at| at < all.buffer.len() / block);
+            let is_inside =
+                |[i, j]: [usize; 2]| all.block(i, j).is_some_and(|at| at < all.buffer.len() / block);
             let in_row = all.offset + self.channels <= all.stride;
-            in_row && block > 0 && all.buffer.len().is_multiple_of(block) && corners.into_iter().all(is_inside)
+            in_row
+                && block > 0
+                && all.buffer.len().is_multiple_of(block)
+                && corners.into_iter().all(is_inside)
         };
         if i * j > 0 && self.out.blocks == [i, j] && fits(&self.x) && fits(&self.out) {
             return Ok(());
@@ -114,7 +126,9 @@ impl CopyRows {
         });
         let (parts, isa) = (parts.collect(), cpu.isa());
         cpu.for_each_part(parts, |(x, out): (&[S], &mut [S])| {
-            let rows = x.chunks_exact(self.x.stride).zip(out.chunks_exact_mut(self.out.stride));
+            let rows = x
+                .chunks_exact(self.x.stride)
+                .zip(out.chunks_exact_mut(self.out.stride));
             for (x, out) in rows {
                 let x = &x[self.x.offset..][..self.channels];
                 let out = &mut out[self.out.offset..][..self.channels];
