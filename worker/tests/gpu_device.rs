@@ -5,10 +5,10 @@ use std::time::{Duration, Instant};
 
 use ddp_worker::cuda::CudaOptions;
 use ddp_worker::device::{
-    Arena, ArenaSpec, CpuDevice, CudaDevice, DType, Device, DeviceError, Event, Stream,
+    Arena, ArenaSpec, CpuDevice, CudaDevice, DType, Device, DeviceError, Event, StateMemory, Stream,
 };
 use ddp_worker::ops::{Cast, Fill, Rates, Runs, Update};
-use ddp_worker::optim::{StateMemory, adamw};
+use ddp_worker::optim::adamw;
 
 mod gpu_support;
 

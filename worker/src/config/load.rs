@@ -9,8 +9,8 @@ use std::sync::Arc;
 use super::keys::{self, out_of_range};
 use super::problem::{ConfigError, Problem, nearest_multiples};
 use super::schema::{
-    Accumulate, LearningRate, LrScaling, Model, ModelKind, OptimizerKind, OptimizerOffload, Parallel,
-    Pipeline, Precision, Resume, Run, Strategy, Sync, Train, TrainConfig, Vocabulary, section,
+    Accumulate, LearningRate, LrScaling, Model, ModelKind, OffloadTarget, OptimizerKind, Parallel, Pipeline,
+    Precision, Resume, Run, Strategy, Sync, Train, TrainConfig, Vocabulary, section,
 };
 use super::source::Source;
 
@@ -140,7 +140,7 @@ const CONDITIONS: &[Condition] = &[
     ("train.optimizer.eps", "`train.optimizer.kind: adamw` or `muon`", |c| matches!(c.train.optimizer.kind, OptimizerKind::Adamw | OptimizerKind::Muon)),
     ("train.optimizer.momentum", "`train.optimizer.kind: sgd` or `muon`", has_momentum),
     ("train.optimizer.nesterov", "`train.optimizer.kind: sgd` or `muon`", has_momentum),
-    ("train.offload.dir", "`train.offload.optimizer: file`", |c| c.train.offload.optimizer == OptimizerOffload::File),
+    ("train.offload.dir", "`train.offload.optimizer: file`", |c| c.train.offload.optimizer == OffloadTarget::File),
     ("train.schedule.decay_steps", "`train.schedule.kind: wsd`", |c| c.train.schedule.kind == LearningRate::Wsd),
     ("train.base_batch", "`train.lr_scaling: linear`", |c| c.train.lr_scaling == LrScaling::Linear),
     ("parallel.sync", "`parallel.strategy: ddp`", |c| c.parallel.strategy == Strategy::Ddp),
@@ -222,11 +222,31 @@ fn training(config: &TrainConfig) -> Option<Problem> {
         let what = "`train.lr_scaling: linear` needs `train.base_batch`: the global batch, in samples, that `train.optimizer.lr` is meant for";
         return Some(Problem::new("train.lr_scaling", what).with_hint("add `base_batch: …` under `train:`"));
     }
-    if train.optimizer.kind == OptimizerKind::Muon && train.offload.optimizer != OptimizerOffload::None {
+    if train.optimizer.kind == OptimizerKind::Muon && train.offload.optimizer != OffloadTarget::None {
         let what =
             "`train.optimizer.kind: muon` needs its state on the device, where matrices are multiplied";
         let hint = "leave out `train.offload.optimizer`, or use a different optimizer";
         return Some(Problem::new("train.offload.optimizer", what).with_hint(hint));
+    }
+    let (home, parameters) = (train.offload.optimizer, train.offload.parameters);
+    let (place, strategy) = (
+        OffloadTarget::WORDS[parameters as usize],
+        config.parallel.strategy,
+    );
+    if parameters != OffloadTarget::None && strategy != Strategy::Zero3 {
+        let strategy = Strategy::WORDS[strategy as usize];
+        let what = format!(
+            "`train.offload.parameters: {place}` needs `parallel.strategy: zero3`: with `{strategy}` every rank computes with a whole copy of the parameters"
+        );
+        let hint = "set `parallel.strategy: zero3`, or leave out `train.offload.parameters`";
+        return Some(Problem::new("train.offload.parameters", what).with_hint(hint));
+    }
+    if parameters != OffloadTarget::None && home != parameters {
+        let what = format!(
+            "`train.offload.parameters: {place}` needs `train.offload.optimizer: {place}`: an update works on both in one place"
+        );
+        let hint = format!("set `train.offload.optimizer: {place}`");
+        return Some(Problem::new("train.offload.parameters", what).with_hint(hint));
     }
     if schedule.min_lr > lr {
         let min_lr = schedule.min_lr;

@@ -29,7 +29,7 @@ pub use reference::reference;
 pub(crate) use schema::star_matches;
 pub use schema::{
     Accumulate, Backend, CheckpointKeep, Data, LastBatch, LearningRate, LrScaling, Model, ModelKind, Offload,
-    OnNonFinite, OptimizerConfig, OptimizerGroup, OptimizerKind, OptimizerOffload, Order, Parallel, Paths,
+    OffloadTarget, OnNonFinite, OptimizerConfig, OptimizerGroup, OptimizerKind, Order, Parallel, Paths,
     Pipeline, PipelineSchedule, Precision, Recompute, ReduceDtype, Rescale, Resume, RopeScaling, Run,
     Schedule, ShardGroup, StepRange, Strategy, Sync, TokenDtype, Tokenizer, Train, TrainConfig, Vocabulary,
     section,

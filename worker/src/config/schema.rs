@@ -138,7 +138,7 @@ sections! {
         grad_clip: Option<f32> = 1.0, Allowed::Number("a number above 0, or empty not to clip", |x| x > 0.0);
         /// The optimizer.
         optimizer { OptimizerConfig };
-        /// Where the optimizer's state is kept.
+        /// Where the state of training is kept.
         offload { Offload };
         /// The learning rate over the steps.
         schedule { Schedule };
@@ -189,7 +189,9 @@ sections! {
     /// `train.offload`
     Offload at "train.offload." {
         /// Where the optimizer's state is kept.
-        optimizer: OptimizerOffload = "none";
+        optimizer: OffloadTarget = "none";
+        /// `zero3`: where the shards of parameters and gradients are kept.
+        parameters: OffloadTarget = "none";
         /// With `optimizer: file`: directory on the file system to use; by default the run's.
         dir: Option<PathBuf>;
     }
@@ -414,9 +416,9 @@ words! {
         Linear = "linear",
     }
 
-    /// `train.offload.optimizer`
-    OptimizerOffload {
-        /// In memory, beside the parameters.
+    /// `train.offload.optimizer` and `train.offload.parameters`
+    OffloadTarget {
+        /// In memory of the device.
         None = "none",
         /// In a mapped file without a name.
         File = "file",

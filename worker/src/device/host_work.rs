@@ -47,18 +47,12 @@ pub trait HostSide: Send + Sync {
     fn run(&self, stream: Stream, work: HostWork);
 }
 
-/// With three, one is filled while one is worked on and one is emptied.
-const SLOTS: usize = 3;
-
-/// Every buffer begins at a multiple of this in its slot: wide enough for any element and any copy.
-const ALIGNMENT: usize = 256;
-
 /// Longest wait for what is in flight. Collectives that never end are ended by their communicator long before; this
 /// bounds a device that has stopped answering.
 const PATIENCE: Duration = Duration::from_mins(30);
 
-/// What the host does with the bytes of the inputs; every byte of the results is to be written.
-pub type PassWork = Box<dyn FnOnce(&[&[u8]], &mut [&mut [u8]]) -> Result<(), DeviceError> + Send>;
+/// What the host does with the inputs; every byte of the results is to be written. Both lie in page-locked memory.
+pub type PassWork = Box<dyn FnOnce(&[Buffer], &[Buffer]) -> Result<(), DeviceError> + Send>;
 
 /// Some work of the host.
 pub struct HostPass {
@@ -75,7 +69,9 @@ impl HostPass {
     /// Bytes that it takes in a slot.
     pub fn bytes(&self) -> usize {
         let buffers = self.inputs.iter().chain(&self.outputs);
-        buffers.map(|b| b.bytes().next_multiple_of(ALIGNMENT)).sum()
+        buffers
+            .map(|b| b.bytes().next_multiple_of(Arena::ALIGNMENT))
+            .sum()
     }
 }
 
@@ -92,6 +88,9 @@ pub struct HostPipeline {
 }
 
 impl HostPipeline {
+    /// With three slots, one is filled while one is worked on and one is emptied.
+    pub const SLOTS: usize = 3;
+
     /// For passes of at most so many bytes. None for a device whose memory is the host's: there is nothing to carry.
     pub fn new(device: &Arc<dyn Device>, slot_bytes: usize) -> Result<Option<Self>, DeviceError> {
         let Some(side) = device.host_side() else {
@@ -101,7 +100,7 @@ impl HostPipeline {
             let memory = side.alloc(&ArenaSpec::private("page-locked staging", DType::U8, slot_bytes))?;
             Ok((memory, Event::reached()))
         };
-        let slots: Result<_, DeviceError> = (0..SLOTS).map(slot).collect();
+        let slots: Result<_, DeviceError> = (0..Self::SLOTS).map(slot).collect();
         Ok(Some(Self {
             slots: Mutex::new(slots?),
             down: side.named_stream("copy to the host"),
@@ -115,7 +114,7 @@ impl HostPipeline {
 
     /// Page-locked memory of all slots.
     pub const fn staging_bytes(&self) -> usize {
-        SLOTS * self.slot_bytes
+        Self::SLOTS * self.slot_bytes
     }
 
     /// Puts passes on a stream: the first one begins when what is in the stream has run, and what comes later in it
@@ -166,7 +165,7 @@ impl HostPipeline {
         // The slot stays with the closure, which a thread drops that may free it.
         let job = move || {
             if let (Some(work), None) = (work.take(), failure.get())
-                && let Err(error) = call(work, &read, &written)
+                && let Err(error) = work(&read, &written)
             {
                 // No other work runs meanwhile.
                 let _ = failure.set(error);
@@ -183,26 +182,15 @@ impl HostPipeline {
     }
 }
 
-/// The parts of a slot that hold inputs and outputs, as bytes.
+/// The parts of a slot that hold inputs and outputs.
 fn cut(slot: &Arena, pass: &HostPass) -> (Vec<Buffer>, Vec<Buffer>) {
     let mut end = 0_usize;
     let mut part = |buffer: &Buffer| {
-        let start = end.next_multiple_of(ALIGNMENT);
+        let start = end.next_multiple_of(Arena::ALIGNMENT);
         end = start + buffer.bytes();
-        slot.slice(start..end)
+        let name = buffer.arena().name().to_owned();
+        slot.part(start, name, buffer.dtype(), buffer.len()).whole()
     };
     let inputs = pass.inputs.iter().map(&mut part).collect();
     (inputs, pass.outputs.iter().map(&mut part).collect())
-}
-
-/// Borrows the parts of a slot for as long as `work` takes.
-fn call(work: PassWork, inputs: &[Buffer], outputs: &[Buffer]) -> Result<(), DeviceError> {
-    let read: Vec<_> = inputs.iter().map(Buffer::host_bytes).collect::<Result<_, _>>()?;
-    let mut written: Vec<_> = outputs
-        .iter()
-        .map(Buffer::host_bytes_mut)
-        .collect::<Result<_, _>>()?;
-    let read: Vec<&[u8]> = read.iter().map(|bytes| &bytes[..]).collect();
-    let mut written: Vec<&mut [u8]> = written.iter_mut().map(|bytes| &mut bytes[..]).collect();
-    work(&read, &mut written)
 }

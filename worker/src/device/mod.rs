@@ -11,6 +11,7 @@
 //! | [`CpuDevice`] | operations on host memory, at once, by the threads of a [`Cpu`] |
 //! | [`CudaDevice`] | an NVIDIA GPU |
 //! | [`HostSide`], [`HostPipeline`], [`HostPass`] | work of the host on numbers of a device with memory of its own |
+//! | [`StateMemory`] | where state lies: on the device, on the host beside it, in a file |
 //! | [`IdleDevice`] | carries nothing out, and has no memory |
 //!
 //! Their memory is [`crate::memory`]'s, whose types are passed on.
@@ -18,10 +19,12 @@
 mod cpu;
 mod cuda;
 mod host_work;
+mod offload;
 
 pub use cpu::CpuDevice;
 pub use cuda::CudaDevice;
 pub use host_work::{HostPass, HostPipeline, HostSide, HostWork, PassWork};
+pub use offload::{HostState, PIECE, StateBytes, StateMemory, StatePlace, evict, prefetch};
 
 use std::any::Any;
 use std::sync::Arc;

@@ -234,6 +234,10 @@ pub struct Memory {
     pub optimizer_host: u64,
     /// Moments and master weights in a file, of which `optimizer` is resident; 0 elsewhere.
     pub optimizer_file: u64,
+    /// Shards of parameters and gradients in memory of the host beside a GPU; 0 elsewhere.
+    pub params_host: u64,
+    /// The same in a file, of which `params` and `grads` are resident; 0 elsewhere.
+    pub params_file: u64,
     /// Activations and their gradients: the pool that they share, which keeps the size of its peak.
     pub activations: u64,
     /// Parameters gathered at the moment; 0 where every rank holds all of them.
@@ -484,7 +488,7 @@ mod tests {
     #[test]
     fn a_line_has_the_documented_fields() {
         let text = serde_json::to_string(&line(1)).unwrap();
-        insta::assert_snapshot!(text, @r#"{"step":1,"epoch":0.0,"loss":2.5,"lr":0.0,"grad_norm":0.0,"skipped":0,"tokens":0,"tokens_per_s":0.0,"model_flops_per_s":0.0,"step_ms":0.0,"data_ms":0.0,"forward_ms":0.0,"backward_ms":0.0,"comm_ms":0.0,"comm_exposed_ms":0.0,"share_ms":0.0,"optimizer_ms":0.0,"checkpoint_ms":0.0,"wire_bytes":{"grads":0,"params":0,"activations":0,"pipeline":0,"other":0},"world_size":0,"generation":0,"memory":{"params":0,"grads":0,"optimizer":0,"optimizer_host":0,"optimizer_file":0,"activations":0,"gathered":0,"checkpoint":0,"device_peak":0,"peak_rss":0,"pss":0}}"#);
+        insta::assert_snapshot!(text, @r#"{"step":1,"epoch":0.0,"loss":2.5,"lr":0.0,"grad_norm":0.0,"skipped":0,"tokens":0,"tokens_per_s":0.0,"model_flops_per_s":0.0,"step_ms":0.0,"data_ms":0.0,"forward_ms":0.0,"backward_ms":0.0,"comm_ms":0.0,"comm_exposed_ms":0.0,"share_ms":0.0,"optimizer_ms":0.0,"checkpoint_ms":0.0,"wire_bytes":{"grads":0,"params":0,"activations":0,"pipeline":0,"other":0},"world_size":0,"generation":0,"memory":{"params":0,"grads":0,"optimizer":0,"optimizer_host":0,"optimizer_file":0,"params_host":0,"params_file":0,"activations":0,"gathered":0,"checkpoint":0,"device_peak":0,"peak_rss":0,"pss":0}}"#);
     }
 
     #[test]

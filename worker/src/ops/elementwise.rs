@@ -7,8 +7,6 @@
     reason = "so that it is compiled for each instruction set"
 )]
 
-use std::ops::Range;
-
 use bytemuck::{cast_slice, cast_slice_mut};
 use half::bf16;
 
@@ -40,7 +38,30 @@ impl Operation for Cast {
         expect_len(Self::NAME, "out", self.out.len(), self.x.len())?;
         let (from, to) = (self.x.dtype(), self.out.dtype());
         let (x, mut out) = (self.x.host_bytes()?, self.out.host_bytes_mut()?);
-        cast_bytes(cpu, from, &x, to, &mut out)
+        let isa = cpu.isa();
+        match (from, to) {
+            (DType::F32, DType::Bf16) => {
+                let (x, out): (&[f32], &mut [bf16]) = (cast_slice(&x), cast_slice_mut(&mut out));
+                let parts = x.chunks(PART).zip(out.chunks_mut(PART)).collect();
+                cpu.for_each_part(parts, |(x, out): (&[f32], &mut [bf16])| bf16::narrow(isa, x, out));
+            }
+            (DType::Bf16, DType::F32) => {
+                let (x, out): (&[bf16], &mut [f32]) = (cast_slice(&x), cast_slice_mut(&mut out));
+                let parts = x.chunks(PART).zip(out.chunks_mut(PART)).collect();
+                cpu.for_each_part(parts, |(x, out): (&[bf16], &mut [f32])| bf16::widen(isa, x, out));
+            }
+            (from, to) if from == to => {
+                let parts = x.chunks(PART).zip(out.chunks_mut(PART)).collect();
+                cpu.for_each_part(parts, |(x, out): (&[u8], &mut [u8])| out.copy_from_slice(x));
+            }
+            (from, to) => {
+                return Err(DeviceError::Shape {
+                    op: Cast::NAME,
+                    what: format!("cannot cast {from} to {to}"),
+                });
+            }
+        }
+        Ok(())
     }
 
     fn plan(&self) -> Result<Plan, DeviceError> {
@@ -52,49 +73,6 @@ impl Operation for Cast {
         let call = Call::new(&CAST_SOURCE, Self::NAME, defines, grid);
         Ok(call.read([&self.x]).write([&self.out]).u64([n as u64]).into())
     }
-}
-
-impl Cast {
-    /// The conversion of some of the elements.
-    #[must_use]
-    pub fn slice(&self, range: &Range<usize>) -> Self {
-        let [x, out] = [&self.x, &self.out].map(|buffer| buffer.slice(range.clone()));
-        Self { x, out }
-    }
-}
-
-/// [`Cast`] of memory that is no buffer's: as many elements of `from` and `to`, aligned for them.
-pub(crate) fn cast_bytes(
-    cpu: &Cpu,
-    from: DType,
-    x: &[u8],
-    to: DType,
-    out: &mut [u8],
-) -> Result<(), DeviceError> {
-    let isa = cpu.isa();
-    match (from, to) {
-        (DType::F32, DType::Bf16) => {
-            let (x, out): (&[f32], &mut [bf16]) = (cast_slice(x), cast_slice_mut(out));
-            let parts = x.chunks(PART).zip(out.chunks_mut(PART)).collect();
-            cpu.for_each_part(parts, |(x, out): (&[f32], &mut [bf16])| bf16::narrow(isa, x, out));
-        }
-        (DType::Bf16, DType::F32) => {
-            let (x, out): (&[bf16], &mut [f32]) = (cast_slice(x), cast_slice_mut(out));
-            let parts = x.chunks(PART).zip(out.chunks_mut(PART)).collect();
-            cpu.for_each_part(parts, |(x, out): (&[bf16], &mut [f32])| bf16::widen(isa, x, out));
-        }
-        (from, to) if from == to => {
-            let parts = x.chunks(PART).zip(out.chunks_mut(PART)).collect();
-            cpu.for_each_part(parts, |(x, out): (&[u8], &mut [u8])| out.copy_from_slice(x));
-        }
-        (from, to) => {
-            return Err(DeviceError::Shape {
-                op: Cast::NAME,
-                what: format!("cannot cast {from} to {to}"),
-            });
-        }
-    }
-    Ok(())
 }
 
 static CAST_SOURCE: KernelSource = kernels("cast.cu", include_str!("cuda/cast.cu"));

@@ -56,7 +56,6 @@ pub(crate) use cpu::kernel::kernel;
 pub use cpu::processor::{Cpu, Isa};
 pub use cross_entropy::{CrossEntropy, CrossEntropyCombine, CrossEntropyPartial, LossSum};
 pub use dropout::{Dropout, DropoutMask, philox};
-pub(crate) use elementwise::cast_bytes;
 pub use elementwise::{Cast, Fill, GeluBackward, GeluForward};
 pub use encoder::{EncoderForward, PositionBackward, TokenBackward, VocabularyPart};
 pub use linear::{LinearDinp, LinearDweight, LinearForward, LinearShape, WeightLayout};

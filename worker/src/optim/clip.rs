@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 use crate::collective::{Communicator, Launch, Traffic, Work};
 use crate::config::Train;
-use crate::device::{Arena, ArenaSpec, Buffer, Compute, DType};
+use crate::device::{Arena, ArenaSpec, Buffer, Compute, DType, StateMemory};
 use crate::ops::{CHUNK, ClipScale, SquaredNorm, UPDATE_NUMBERS, Updates};
 use crate::parallel::{ArenaShare, NormOrder, ReduceError, ReplicaSet, Sharding};
 
@@ -109,16 +109,18 @@ impl Clip {
         self.compute.upload(&self.scale.slice(0..1), &[1.0_f32]);
     }
 
-    /// Puts this rank's squares of `grads` on the stream, and tells the other ranks where they own the rest: the
+    /// Puts this rank's squares of `grads`, which may lie in `home`, on the stream, and tells the other ranks where they own the rest: the
     /// operation that the stream must wait for before [`Clip::finish`]. Every rank must call it.
     #[must_use]
-    pub fn measure(&self, grads: &ArenaShare) -> Option<Work> {
-        for &unit in &self.counted {
-            self.compute.enqueue(SquaredNorm {
+    pub fn measure(&self, home: &StateMemory, grads: &ArenaShare) -> Option<Work> {
+        let squares = self.counted.iter().map(|&unit| {
+            let squares = SquaredNorm {
                 x: grads.slice(&self.sharding.own_ranges(unit)),
                 partials: self.own_sums.slice(chunks(&self.sharding, unit)),
-            });
-        }
+            };
+            squares.into()
+        });
+        home.enqueue_all(self.compute.stream, squares.collect());
         let owners = self.owners.as_ref()?;
         let launch = Launch::after(self.compute.record(), Traffic::Other, "partial norms");
         Some(owners.all_gather(&self.sums, launch))
@@ -200,7 +202,10 @@ mod tests {
                 ..Train::default()
             };
             let clip = Clip::new(&set, &compute, &sharding, &order, &train).unwrap();
-            assert!(clip.measure(&grads).is_none());
+            assert!(
+                clip.measure(&StateMemory::on_device(compute.device.clone()), &grads)
+                    .is_none()
+            );
             clip.finish(None);
             assert_eq!(clip.norm().host::<f32>().unwrap()[0], 5.0);
             assert_eq!(clip.scale().host::<f32>().unwrap()[0], scale);

@@ -6,7 +6,6 @@
 //! | [`adamw`], [`lion`], [`sgd`] | rules: the formula of one element, its state slots, its kernels |
 //! | `muon` | the update of whole matrices; AdamW updates the rest |
 //! | [`ParamGroups`] | learning rate and weight decay by parameter |
-//! | [`StateMemory`] | where state and masters are: on the device, on the host beside it, in a file |
 //! | [`Clip`] | the global norm and the factor that bounds it, both computed on the device |
 //! | [`learning_rate`] | warm-up and decay as a pure function of the step |
 
@@ -15,10 +14,8 @@ mod muon;
 mod optimizer;
 mod rates;
 mod rules;
-mod state_memory;
 
 pub use clip::Clip;
 pub use optimizer::{Optimizer, UpdateStep};
 pub use rates::{GroupRates, ParamGroups, batch_factor, learning_rate};
 pub use rules::{adamw, lion, muon_blend, muon_descend, muon_momentum, rule, sgd};
-pub use state_memory::{HostState, PIECE, StateBytes, StateMemory, evict};

@@ -366,9 +366,9 @@ mod tests {
     use crate::collective::{Executor, SingleRank};
     use crate::config::ModelKind;
     use crate::config::OptimizerKind;
-    use crate::device::CpuDevice;
+    use crate::device::{CpuDevice, StateMemory};
     use crate::model::{AxisRole, GroupId, Init, ParamId};
-    use crate::optim::{Optimizer, StateMemory, UpdateStep};
+    use crate::optim::{Optimizer, UpdateStep};
     use crate::parallel::{ArenaShare, GradSpec, GradientLayout, LayoutConfig};
     use crate::session::Cancel;
 

@@ -6,10 +6,9 @@ use std::sync::Arc;
 use super::muon::{Muon, is_hidden_matrix};
 use super::rates::{GroupRates, ParamGroups};
 use super::rules::{StepMemory, rule};
-use super::state_memory::{StateBytes, StateMemory};
 use crate::collective::Work;
 use crate::config::{OptimizerConfig, OptimizerKind};
-use crate::device::{ArenaSpec, Buffer, DType, DeviceError, Stream};
+use crate::device::{ArenaSpec, Buffer, DType, DeviceError, StateBytes, StateMemory, Stream};
 use crate::model::{ParamId, ParamSpec};
 use crate::ops::{Cast, Rates, Runs, UpdateRule};
 use crate::parallel::{ArenaRanges, ArenaShare, OwnPiece, ReduceError, ReplicaSet, Sharding};
@@ -52,12 +51,13 @@ pub struct UpdateStep {
 impl Optimizer {
     /// An optimizer of these parameters of a model, with state of zeros. Every rank of `set` must call it.
     pub fn new(
-        home: StateMemory,
+        home: impl Into<Arc<StateMemory>>,
         set: &ReplicaSet,
         sharding: &Sharding,
         params: &[ParamSpec],
         config: &OptimizerConfig,
     ) -> Result<Self, ReduceError> {
+        let home = home.into();
         let (rule, groups) = (rule(config), ParamGroups::of(config, params));
         let slots = rule.slots.iter().map(|name| shard(&home, sharding, name));
         let muon = match config.kind {
@@ -73,7 +73,7 @@ impl Optimizer {
                 .collect(),
             stretches: stretches(sharding, &groups, is_in_stretch),
             masters: None,
-            home: Arc::new(home),
+            home,
             rule,
             muon,
         })
@@ -155,9 +155,14 @@ impl Optimizer {
         all.map(|share| share.arena().bytes()).sum()
     }
 
-    /// The same by where they are.
+    /// The same by where they are, and what the way there takes.
     pub fn bytes_by_place(&self) -> StateBytes {
-        self.home.bytes(self.bytes())
+        // The masters and two slots, the most that there are.
+        let bytes = self.home.bytes(self.bytes(), 3);
+        StateBytes {
+            host: bytes.host + self.home.staging_bytes(),
+            ..bytes
+        }
     }
 }
 

@@ -42,7 +42,7 @@ pub use dtypes::Dtypes;
 pub use join::{JoinError, JoinOptions, join_world, join_world_on, join_world_through};
 pub use layout::{Bucket, GradSpec, GradientLayout, LayoutConfig, LayoutError};
 pub use norm_order::NormOrder;
-pub use parameters::{Difference, Parameters, ReshardPolicy};
+pub use parameters::{Difference, ParameterMemory, Parameters, ReshardPolicy};
 pub use reduction::{ReduceError, Reduced, Reducer, ReducerConfig, Step};
 pub use replica_set::{CopyGroup, MODEL_AXES, ReplicaSet, StateGroup, is_counted, one_copy, summed_over};
 pub use sharding::{ArenaRanges, ArenaShare, OwnPiece, ShardUnit, Sharding};

@@ -13,7 +13,11 @@
 //! one of its own for each unit that several blocks use, or that shares its block with others. A slot is released and
 //! reused in stream order. Small units may persist: gathered after every update instead of in every pass. A norm or a
 //! bias needs none of this: it travels with its block's unit and costs no operation of its own. A unit that is cut over one
-//! rank is read where it is owned.
+//! rank is read where it is owned, if the device reaches that.
+//!
+//! The shard may lie in memory of the host or in a file ([`StateMemory`]). Gathering a unit then begins with a copy of this
+//! rank's slice, beside the host on a stream of its own; from a file the kernel has read it ahead, while the blocks before
+//! computed.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -25,7 +29,10 @@ use super::comm_times::CommTracker;
 use super::reduction::slots_for;
 use super::{ArenaRanges, ArenaShare, ReduceError, ReplicaSet, Sharding, summed_over};
 use crate::collective::{CollectiveError, Communicator, Launch, Traffic, Work, WorkError};
-use crate::device::{Arena, ArenaSpec, Buffer, Compute, DType, Device, DeviceError};
+use crate::device::{
+    Arena, ArenaSpec, Buffer, Compute, DType, Device, DeviceError, Event, StateBytes, StateMemory,
+    StatePlace, evict, prefetch,
+};
 use crate::model::{Model, ParamId, Params, Pass};
 use crate::ops::Cast;
 
@@ -44,6 +51,20 @@ pub enum ReshardPolicy {
     },
 }
 
+/// What of the parameters is held, and where.
+pub struct ParameterMemory {
+    /// What stays gathered.
+    pub policy: ReshardPolicy,
+    /// Where this rank's shard lies, if not beside what is gathered.
+    pub home: Option<Arc<StateMemory>>,
+}
+
+impl From<ReshardPolicy> for ParameterMemory {
+    fn from(policy: ReshardPolicy) -> Self {
+        Self { policy, home: None }
+    }
+}
+
 /// What this rank owns of the parameters, and the units that are gathered at the moment.
 ///
 /// A block's parameters are unsharded before its pass is enqueued, and resharded after it.
@@ -51,8 +72,11 @@ pub struct Parameters {
     set: ReplicaSet,
     comm: Communicator,
     compute: Compute,
+    /// Where what is owned is copied from its home: the stream that computes, unless the device does not reach that.
+    loads: Compute,
     sharding: Arc<Sharding>,
     plan: GatherPlan,
+    home: Arc<StateMemory>,
     own: ArenaShare,
     /// Where gathered units lie: slots, or the place of each unit in the whole arena.
     slots: Vec<Buffer>,
@@ -70,6 +94,8 @@ struct Gathered {
     slot: usize,
     /// The gathering that nobody has waited for.
     work: Option<Work>,
+    /// The copy that nobody has waited for, of a unit that no other rank has a part of.
+    loaded: Option<Event>,
 }
 
 impl Parameters {
@@ -79,10 +105,12 @@ impl Parameters {
         compute: &Compute,
         model: &Model,
         sharding: &Arc<Sharding>,
-        policy: ReshardPolicy,
+        memory: ParameterMemory,
     ) -> Result<Self, ReduceError> {
-        let comm = &set.groups[0].gathers;
-        let (plan, device) = (GatherPlan::new(model, sharding, policy), &compute.device);
+        let ParameterMemory { policy, home } = memory;
+        let (comm, device) = (&set.groups[0].gathers, &compute.device);
+        let home = home.unwrap_or_else(|| Arc::new(StateMemory::on_device(device.clone())));
+        let plan = GatherPlan::new(model, sharding, policy, home.place());
         let shared = |name, len| comm.alloc_shared(device, &ArenaSpec::on_node(name, model.dtype(), len));
         let private = |len| device.alloc(&ArenaSpec::private("parameters", model.dtype(), len));
         let (own, slots, choice) = if policy == ReshardPolicy::KeepAll {
@@ -99,22 +127,34 @@ impl Parameters {
             (ArenaShare::Whole(arena), slots, choice)
         } else {
             let (sizes, choice) = plan.slots(sharding);
-            let own = ArenaShare::Shard(private(sharding.shard_len())?);
+            let spec = ArenaSpec::private("parameters", model.dtype(), sharding.shard_len());
+            let own = ArenaShare::Shard(home.alloc(&spec)?);
             let slot = |len| shared("gathered parameters", len).map(|arena| arena.whole());
             let slots = sizes.into_iter().map(slot).collect::<Result<Vec<_>, _>>()?;
             (own, slots, choice)
         };
-        let there =
-            |slot: usize| matches!(own, ArenaShare::Whole(_)).then_some(Gathered { slot, work: None });
+        let is_whole = matches!(own, ArenaShare::Whole(_));
+        let there = |slot: usize| {
+            is_whole.then_some(Gathered {
+                slot,
+                work: None,
+                loaded: None,
+            })
+        };
         Ok(Self {
             gathered: Mutex::new((0..choice.len()).map(there).collect()),
             compared: Compared::all(set, device, model, sharding, &own)?,
             tracker: CommTracker::new(device, comm.timeline()),
             set: set.clone(),
             comm: comm.clone(),
+            loads: match home.host_state() {
+                Some(_) => Compute::new(device.clone()),
+                None => compute.clone(),
+            },
             compute: compute.clone(),
             sharding: sharding.clone(),
             plan,
+            home,
             own,
             slots,
             choice,
@@ -132,10 +172,19 @@ impl Parameters {
                 return Err(DeviceError::Upstream(what));
             }
         }
-        for &unit in self.plan.next(block, pass) {
+        for &unit in self.plan.next(block, pass, 1) {
             self.gather(&mut gathered, unit);
         }
+        for &unit in self.plan.next(block, pass, 2) {
+            prefetch(&self.own.slice(&self.sharding.own_ranges(unit)));
+        }
         for &unit in self.plan.needed(block, pass) {
+            if let Some(loaded) = gathered[unit]
+                .as_mut()
+                .and_then(|gathered| gathered.loaded.take())
+            {
+                self.compute.wait_event(&loaded, self.comm.deadline());
+            }
             if let Some(work) = gathered[unit].as_mut().and_then(|gathered| gathered.work.take()) {
                 self.tracker
                     .wait_in_stream(self.compute.stream, work.event(), self.comm.deadline());
@@ -155,7 +204,7 @@ impl Parameters {
 
     /// What this rank owns has changed, by operations that are in the stream.
     pub fn updated(&self) -> Result<(), WorkError> {
-        if self.sharding.world() == 1 {
+        if !self.plan.moves.contains(&true) {
             return Ok(());
         }
         self.drain()?;
@@ -195,16 +244,34 @@ impl Parameters {
         let description = &self.sharding.units()[unit];
         let target = self.slots[slot].slice(0..description.whole.len());
         if let ArenaShare::Shard(_) = self.own {
-            self.compute.enqueue(Cast {
+            if self.loads.stream != self.compute.stream {
+                // Until then the slot is read.
+                self.loads
+                    .wait_event(&self.compute.record(), self.comm.deadline());
+            }
+            let copy = Cast {
                 x: self.own.slice(&self.sharding.own_ranges(unit)),
                 out: target.slice(self.sharding.own(unit)),
-            });
+            };
+            self.home.enqueue_all(self.loads.stream, vec![copy.into()]);
         }
-        let tag = format!("parameters of {}", description.name);
-        let launch = Launch::after(self.compute.record(), Traffic::Params, tag);
-        let comm = &self.set.group(&description.axes).gathers;
-        let work = Some(self.tracker.launch(|| comm.all_gather(&target, launch)));
-        gathered[unit] = Some(Gathered { slot, work });
+        let loaded = self.loads.record();
+        gathered[unit] = Some(if description.ranks == 1 {
+            Gathered {
+                slot,
+                work: None,
+                loaded: Some(loaded),
+            }
+        } else {
+            let tag = format!("parameters of {}", description.name);
+            let launch = Launch::after(loaded, Traffic::Params, tag);
+            let comm = &self.set.group(&description.axes).gathers;
+            Gathered {
+                slot,
+                work: Some(self.tracker.launch(|| comm.all_gather(&target, launch))),
+                loaded: None,
+            }
+        });
         true
     }
 
@@ -224,8 +291,8 @@ impl Parameters {
     }
 
     /// Bytes held all the time.
-    pub fn bytes(&self) -> usize {
-        self.own.arena().bytes()
+    pub fn bytes(&self) -> StateBytes {
+        self.home.bytes(self.own.arena().bytes(), 1)
     }
 
     /// Bytes for parameters that are gathered at the moment.
@@ -265,7 +332,9 @@ impl Parameters {
         let own_bytes = parts.len() * HASH_BYTES;
         let mut own = Vec::with_capacity(own_bytes);
         for (_, place) in parts {
-            let bytes = self.compute.download(&self.own.slice(place));
+            let part = self.own.slice(place);
+            let bytes = self.home.download(self.compute.stream, &part);
+            evict(&part);
             let hash = blake3::hash(&bytes.map_err(WorkError::Pending)?);
             own.extend_from_slice(&hash.as_bytes()[..HASH_BYTES]);
         }
@@ -283,7 +352,7 @@ impl Parameters {
 impl Params for Parameters {
     fn get(&self, id: ParamId) -> Buffer {
         let (unit, range) = self.sharding.unit_range(id);
-        if self.sharding.units()[unit].ranks == 1 {
+        if !self.plan.moves[unit] {
             return self.own.slice(&self.sharding.own_ranges(unit)).slice(range);
         }
         let gathered = self.gathered.lock();
@@ -413,6 +482,8 @@ impl Compared {
 struct GatherPlan {
     forward: Vec<Vec<usize>>,
     backward: Vec<Vec<usize>>,
+    /// By unit: it is gathered, rather than read where it is owned.
+    moves: Vec<bool>,
     /// By block: it is the first of its chunk. What comes behind the pass of a chunk is the schedule's affair.
     begins_chunk: Vec<bool>,
     /// By unit: it stays gathered from the end of forward to the beginning of backward.
@@ -424,7 +495,8 @@ struct GatherPlan {
 }
 
 impl GatherPlan {
-    fn new(model: &Model, sharding: &Sharding, policy: ReshardPolicy) -> Self {
+    /// Of a shard in `home`.
+    fn new(model: &Model, sharding: &Sharding, policy: ReshardPolicy, home: StatePlace) -> Self {
         let (reshard, persist_below) = match policy {
             ReshardPolicy::KeepAll => (false, usize::MAX),
             ReshardPolicy::Release {
@@ -432,13 +504,22 @@ impl GatherPlan {
                 persist_below,
             } => (after_forward, persist_below),
         };
+        let units = sharding.units();
+        let moves: Vec<bool> = (units.iter())
+            .map(|unit| unit.ranks > 1 || home != StatePlace::Device)
+            .collect();
+        let units_of = |params: &[ParamId]| -> Vec<usize> {
+            let mut units = sharding.units_of(params);
+            units.retain(|unit| moves[*unit]);
+            units
+        };
         let forward: Vec<Vec<usize>> = (model.blocks.iter())
-            .map(|block| sharding.units_of(block.params()))
+            .map(|block| units_of(block.params()))
             .collect();
         let backward: Vec<Vec<usize>> = (model.blocks.iter())
-            .map(|block| sharding.units_of(block.read_by_backward()))
+            .map(|block| units_of(block.read_by_backward()))
             .collect();
-        let count = sharding.units().len();
+        let count = units.len();
         let kept = |unit: usize| match backward.split_last() {
             Some((last, before)) => {
                 last.contains(&unit) || (!reshard && before.iter().any(|units| units.contains(&unit)))
@@ -447,10 +528,10 @@ impl GatherPlan {
         };
         let elements =
             |params: &[ParamId]| -> usize { params.iter().map(|id| model.params[id.0].len()).sum() };
-        let persists: Vec<bool> = (sharding.units().iter())
-            .map(|unit| unit.ranks > 1 && elements(&unit.params) < persist_below)
+        let persists: Vec<bool> = (0..count)
+            .map(|unit| moves[unit] && elements(&units[unit].params) < persist_below)
             .collect();
-        let axes = |unit: usize| &sharding.units()[unit].axes;
+        let axes = |unit: usize| &units[unit].axes;
         let apart = |unit: usize| {
             let mut users = forward.iter().filter(|units| units.contains(&unit));
             let is_other = |other: &usize| *other != unit && axes(*other) == axes(unit);
@@ -462,6 +543,7 @@ impl GatherPlan {
                 .map(|unit| !reshard || persists[unit] || apart(unit))
                 .collect(),
             persists,
+            moves,
             begins_chunk: (model.whole())
                 .map(|block| model.chunks.iter().any(|chunk| chunk.start == block))
                 .collect(),
@@ -480,22 +562,23 @@ impl GatherPlan {
 
     /// Sizes of the slots that gathered units lie in, and those that each unit may take.
     fn slots(&self, sharding: &Sharding) -> (Vec<usize>, Vec<Range<usize>>) {
-        let units = sharding.units().iter().zip(&self.apart).map(|(unit, apart)| {
-            let len = if unit.ranks > 1 { unit.whole.len() } else { 0 };
-            (len, (!apart).then(|| unit.axes.clone()))
+        let units = sharding.units().iter().enumerate().map(|(index, unit)| {
+            let len = if self.moves[index] { unit.whole.len() } else { 0 };
+            (len, (!self.apart[index]).then(|| unit.axes.clone()))
         });
         slots_for(&units.collect::<Vec<_>>())
     }
 
-    /// Units that the pass after this one reads.
-    fn next(&self, block: usize, pass: Pass) -> &[usize] {
-        let next = match pass {
-            Pass::Forward => (self.forward.get(block + 1)).filter(|_| !self.begins_chunk[block + 1]),
-            Pass::Backward => (block.checked_sub(1))
-                .filter(|_| !self.begins_chunk[block])
-                .map(|before| &self.backward[before]),
-        };
-        next.map_or(&[], Vec::as_slice)
+    /// Units that a later pass of the same chunk reads: the next one, or one more `ahead`.
+    fn next(&self, block: usize, pass: Pass, ahead: usize) -> &[usize] {
+        let next = (0..ahead).try_fold(block, |block, _| match pass {
+            Pass::Forward => {
+                let is_last = self.begins_chunk.get(block + 1).is_none_or(|begins| *begins);
+                (!is_last).then_some(block + 1)
+            }
+            Pass::Backward => block.checked_sub(1).filter(|_| !self.begins_chunk[block]),
+        });
+        next.map_or(&[], |block| self.needed(block, pass))
     }
 
     /// Units that nobody reads after a block's pass, until they are gathered again.
@@ -548,6 +631,7 @@ mod tests {
             &model,
             &Sharding::of_groups(&layout, MeshShape::of_shards(2), 0),
             policy,
+            StatePlace::Device,
         )
     }
 
@@ -570,12 +654,12 @@ mod tests {
     #[test]
     fn the_next_block_is_known_in_both_directions() {
         let plan = plan(config::ModelKind::Gpt2, true);
-        assert_eq!(plan.next(0, Pass::Forward), [2]);
-        assert_eq!(plan.next(2, Pass::Forward), [0, 4]);
-        assert!(plan.next(3, Pass::Forward).is_empty());
-        assert_eq!(plan.next(3, Pass::Backward), [1]);
-        assert!(plan.next(1, Pass::Backward).is_empty());
-        assert!(plan.next(0, Pass::Backward).is_empty());
+        assert_eq!(plan.next(0, Pass::Forward, 1), [2]);
+        assert_eq!(plan.next(2, Pass::Forward, 1), [0, 4]);
+        assert!(plan.next(3, Pass::Forward, 1).is_empty());
+        assert_eq!(plan.next(3, Pass::Backward, 1), [1]);
+        assert!(plan.next(1, Pass::Backward, 1).is_empty());
+        assert!(plan.next(0, Pass::Backward, 1).is_empty());
     }
 
     #[test]

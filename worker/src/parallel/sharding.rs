@@ -148,10 +148,9 @@ impl Sharding {
         self.unit_ranges[id.0].clone()
     }
 
-    /// Units of some parameters that are cut over several ranks, each once, in the order of their memory.
+    /// Units of some parameters, each once, in the order of their memory.
     pub(super) fn units_of(&self, params: &[ParamId]) -> Vec<usize> {
         let mut units: Vec<usize> = params.iter().map(|id| self.unit_range(*id).0).collect();
-        units.retain(|unit| self.units[*unit].ranks > 1);
         units.sort_unstable();
         units.dedup();
         units

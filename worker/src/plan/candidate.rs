@@ -9,7 +9,7 @@ use ddp_proto::ids::WorldSize;
 use super::estimate::{Estimate, StepTraffic};
 use super::step_times::{BusyTimes, Machines, StepTimes};
 use crate::config::{
-    OptimizerOffload, Pipeline, PipelineSchedule, Recompute, ShardGroup, Strategy, Sync, TrainConfig,
+    OffloadTarget, Pipeline, PipelineSchedule, Recompute, ShardGroup, Strategy, Sync, TrainConfig,
 };
 use crate::costs::{Cluster, GlobalBatch};
 use crate::mesh::{Axis, MeshShape};
@@ -61,12 +61,13 @@ impl Candidate {
     /// Bytes of parameters, gradients and optimizer on the device.
     pub fn state(&self) -> u64 {
         let held = self.estimate.held;
-        held.params + held.grads + held.optimizer - self.offloaded()
+        held.params + held.grads + held.optimizer
     }
 
-    /// Bytes of the optimizer that are elsewhere.
+    /// Bytes of these that are elsewhere.
     pub fn offloaded(&self) -> u64 {
-        self.estimate.held.total() - self.held
+        let held = self.estimate.held;
+        held.offloaded.iter().chain(&held.offloaded_params).sum()
     }
 }
 
@@ -74,6 +75,9 @@ impl Candidate {
 pub(super) fn under(config: &TrainConfig, strategy: Strategy) -> TrainConfig {
     let mut config = config.clone();
     config.parallel.strategy = strategy;
+    if strategy != Strategy::Zero3 {
+        config.train.offload.parameters = OffloadTarget::None;
+    }
     if strategy != Strategy::Ddp {
         (config.parallel.sync, config.parallel.sync_each_batch) = (Sync::Bucketed, false);
     }
@@ -181,6 +185,12 @@ impl<'a> PlannedMesh<'a> {
         machines: &'a Machines,
         busy: BusyTimes,
     ) -> Result<Self, TrainError> {
+        let mut config = config;
+        let offload = &mut config.train.offload;
+        if offload.optimizer == OffloadTarget::Host && !machines.has_own_memory {
+            // It is there already.
+            (offload.optimizer, offload.parameters) = (OffloadTarget::None, OffloadTarget::None);
+        }
         let mesh = mesh(&config, &env(&machines.cluster))?;
         // A run refuses what has more, however few are rehearsed.
         PipelinePlan::check_size(&config.parallel.pipeline, config.train.grad_accumulation)?;
@@ -223,15 +233,15 @@ impl<'a> PlannedMesh<'a> {
         let cluster = &self.machines.cluster;
         let placement = self.plan.placement();
         let mut alike = self.estimates(activations, false)?;
-        if alike.iter().all(|estimate| self.in_memory(estimate) <= most) {
+        if alike.iter().all(|estimate| estimate.held.total() <= most) {
             alike = self.estimates(activations, true)?;
         }
-        let most = alike.iter().max_by_key(|estimate| self.in_memory(estimate));
+        let most = alike.iter().max_by_key(|estimate| estimate.held.total());
         let estimate = *most.expect("a pipeline has a rank");
         let sent = alike.iter().map(|ranks| ranks.sent);
         let sent = sent.fold(StepTraffic::default(), StepTraffic::max);
-        let held = self.in_memory(&estimate);
-        let is_file = config.train.offload.optimizer == OptimizerOffload::File;
+        let held = estimate.held.total();
+        let is_file = config.train.offload.optimizer == OffloadTarget::File;
         let chunks = |rank| placement.stages_of(rank);
         let layers = |rank| chunks(rank).map(|stage| self.plan.layers()[stage].len()).sum();
         Ok(Candidate {
@@ -260,7 +270,7 @@ impl<'a> PlannedMesh<'a> {
         let least = estimates.iter().map(|estimate| {
             let held = estimate.held;
             let others = held.gathered + held.grads + held.padding;
-            self.in_memory(estimate).saturating_sub(others)
+            held.total().saturating_sub(others)
         });
         Ok(least.max().unwrap_or(0))
     }
@@ -279,16 +289,6 @@ impl<'a> PlannedMesh<'a> {
     fn spec(&self, place: usize) -> Result<RankSpec, TrainError> {
         let rank = place * self.mesh.stride(Axis::Pipeline);
         RankSpec::new(&self.config, self.mesh, &self.plan, rank)
-    }
-
-    /// Bytes in the memory of the device.
-    fn in_memory(&self, estimate: &Estimate) -> u64 {
-        let all = estimate.held.total();
-        match self.config.train.offload.optimizer {
-            OptimizerOffload::File => all - estimate.held.optimizer,
-            OptimizerOffload::Host if self.machines.has_own_memory => all - estimate.held.optimizer,
-            OptimizerOffload::Host | OptimizerOffload::None => all,
-        }
     }
 }
 

@@ -7,7 +7,6 @@ use ddp_proto::env::WorkerEnv;
 use crate::collective::WireBytes;
 use crate::config::{Strategy, TrainConfig};
 use crate::mesh::Axis;
-use crate::optim::StateMemory;
 use crate::parallel::Reducer;
 use crate::train::idle_world::idle_world;
 use crate::train::rank_spec::RankSpec;
@@ -82,8 +81,7 @@ impl Estimate {
     pub(super) fn new(spec: &RankSpec, activations: usize, sends: bool) -> Result<Self, TrainError> {
         let world = idle_world(spec.strategy.mesh, spec.rank);
         let (mut replica, mut reducer) = spec.idle(&world, activations)?;
-        let home = StateMemory::on_device(world.compute.device.clone());
-        let optimizer = spec.optimizer(&replica.parameters, home)?;
+        let optimizer = spec.optimizer(&replica.parameters, &spec.planned_home(&world))?;
         let sent = if sends {
             step_traffic(&mut replica, &mut reducer, spec.config.train.grad_accumulation)?
         } else {

@@ -4,7 +4,7 @@
 use super::candidate::{Candidate, PlannedMesh, under};
 use super::search::FoundLayout;
 use super::step_times::Machines;
-use crate::config::{OptimizerOffload, Recompute, ReduceDtype, Strategy, TrainConfig};
+use crate::config::{OffloadTarget, Recompute, ReduceDtype, Strategy, TrainConfig};
 use crate::costs::Work;
 use crate::mesh::GRADIENTS;
 use crate::model::ModelPart;
@@ -88,8 +88,8 @@ fn choice(candidates: &[Candidate]) -> Option<Strategy> {
     best.map(|candidate| candidate.estimate.strategy)
 }
 
-/// The first combination with which a strategy fits. Recomputation costs less time than offloading; a reduction in bf16
-/// changes the numbers.
+/// The first combination with which a strategy fits. Recomputation costs less time than offloading, and what is offloaded
+/// of the optimizer crosses once a step, parameters with every pass; a reduction in bf16 changes the numbers.
 fn adjustment(
     config: &TrainConfig,
     strategy: Strategy,
@@ -100,11 +100,21 @@ fn adjustment(
         given => vec![given],
     };
     for reduce_dtype in reductions {
-        for offload in [config.train.offload.optimizer, OptimizerOffload::Host] {
+        let given = (config.train.offload.optimizer, config.train.offload.parameters);
+        let away = if machines.has_own_memory {
+            OffloadTarget::Host
+        } else {
+            OffloadTarget::File
+        };
+        let mut homes = vec![given, (away, given.1)];
+        if strategy == Strategy::Zero3 {
+            homes.push((away, away));
+        }
+        for (optimizer, parameters) in homes {
             for recompute in [Recompute::Norms, Recompute::Selective, Recompute::Full] {
                 let mut changed = under(config, strategy);
                 changed.parallel.reduce_dtype = reduce_dtype;
-                changed.train.offload.optimizer = offload;
+                (changed.train.offload.optimizer, changed.train.offload.parameters) = (optimizer, parameters);
                 changed.train.recompute = recompute;
                 let candidate = Candidate::of(&changed, machines)?;
                 if candidate.fits == Some(true) {

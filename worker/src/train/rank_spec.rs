@@ -15,15 +15,16 @@ use super::replica::{Replica, ReplicaParts};
 use super::run_row::{rehearse_evaluation, rehearse_step};
 use super::strategy::{ShardingStrategy, held, mesh, part_of, pipeline_plan};
 use super::world::{Groups, World, stage_messages};
-use crate::config::{Accumulate, LastBatch, TrainConfig};
+use crate::config::{Accumulate, LastBatch, OffloadTarget, TrainConfig};
 use crate::costs::micro_batch_shape;
+use crate::device::{StateMemory, StatePlace};
 use crate::mesh::{Axis, MeshShape};
 use crate::model::{ActivationPool, Model, ModelPart};
-use crate::optim::{Optimizer, StateMemory};
+use crate::optim::Optimizer;
 use crate::parallel::pipeline::PipelinePlan;
 use crate::parallel::{
-    BlockGroups, Dtypes, GradientLayout, NormOrder, Parameters, Reducer, ReducerConfig, ReplicaSet,
-    ReshardPolicy, is_counted, one_copy,
+    BlockGroups, Dtypes, GradientLayout, NormOrder, ParameterMemory, Parameters, Reducer, ReducerConfig,
+    ReplicaSet, ReshardPolicy, is_counted, one_copy,
 };
 
 /// What a rank holds and does.
@@ -61,7 +62,12 @@ impl RankSpec {
             rank,
             model,
             layout: Arc::new(layout),
-            strategy: ShardingStrategy::new(&config.parallel, config.train.grad_accumulation, mesh),
+            strategy: ShardingStrategy::new(
+                &config.parallel,
+                &config.train.offload,
+                config.train.grad_accumulation,
+                mesh,
+            ),
             plan: plan.clone(),
         })
     }
@@ -123,22 +129,29 @@ impl RankSpec {
         })
     }
 
-    /// Allocates parameters and gradients. Every rank must call it.
+    /// Allocates parameters and gradients, in `home` if they are offloaded. Every rank must call it.
     pub(crate) fn allocate(
         &self,
         world: &World,
         Groups { set, .. }: &Groups,
+        home: &Arc<StateMemory>,
     ) -> Result<(Parameters, Reducer), TrainError> {
         let (strategy, layout) = (&self.strategy, &self.layout);
         let (parallel, compute) = (&self.config.parallel, &world.compute);
         let sharding = Arc::new(strategy.sharding(layout, self.rank));
         let policy = strategy.reshard_policy(parallel);
-        let parameters = Parameters::new(set, compute, &self.model, &sharding, policy)?;
+        let home = self.offloads_parameters().then(|| home.clone());
+        let memory = ParameterMemory {
+            policy,
+            home: home.clone(),
+        };
+        let parameters = Parameters::new(set, compute, &self.model, &sharding, memory)?;
         let reduction = ReducerConfig {
             sync: parallel.sync,
             overlap: parallel.overlap,
             accumulate: strategy.accumulate.unwrap_or(Accumulate::Full),
             micro_batches: self.config.train.grad_accumulation,
+            home,
         };
         let reducer = Reducer::over(set, compute, layout.clone(), &sharding, reduction)?;
         Ok((parameters, reducer))
@@ -149,12 +162,13 @@ impl RankSpec {
     pub(crate) fn optimizer(
         &self,
         parameters: &Parameters,
-        home: StateMemory,
+        home: &Arc<StateMemory>,
     ) -> Result<Optimizer, TrainError> {
-        let needs_masters = Dtypes::of(&self.config).has_masters() || home.host_state().is_some();
+        let is_apart = home.place() == StatePlace::Host && !self.offloads_parameters();
+        let needs_masters = Dtypes::of(&self.config).has_masters() || is_apart;
         let (set, sharding) = (parameters.replica_set(), parameters.sharding());
         let config = &self.config.train.optimizer;
-        let optimizer = Optimizer::new(home, set, sharding, &self.model.params, config)?;
+        let optimizer = Optimizer::new(home.clone(), set, sharding, &self.model.params, config)?;
         Ok(if needs_masters {
             optimizer.with_masters(sharding)?
         } else {
@@ -162,10 +176,24 @@ impl RankSpec {
         })
     }
 
+    fn offloads_parameters(&self) -> bool {
+        self.config.train.offload.parameters != OffloadTarget::None
+    }
+
+    /// The home of what is offloaded, of an idle world.
+    pub(crate) fn planned_home(&self, world: &World) -> Arc<StateMemory> {
+        let place = match self.config.train.offload.optimizer {
+            OffloadTarget::None => StatePlace::Device,
+            OffloadTarget::Host => StatePlace::Host,
+            OffloadTarget::File => StatePlace::File,
+        };
+        Arc::new(StateMemory::planned(world.compute.device.clone(), place))
+    }
+
     /// The rank in an idle world, with an arena of these bytes for activations.
     pub(crate) fn idle(&self, world: &World, activations: usize) -> Result<(Replica, Reducer), TrainError> {
         let groups = self.connect(world)?;
-        let (parameters, reducer) = self.allocate(world, &groups)?;
+        let (parameters, reducer) = self.allocate(world, &groups, &self.planned_home(world))?;
         let replica = self.replica(world, groups, parameters, activations)?;
         Ok((replica, reducer))
     }

@@ -7,13 +7,13 @@ use std::time::Instant;
 use super::row_state::{RowPurpose, RowState};
 use crate::collective::{Communicator, WorkError};
 use crate::data::IGNORED;
-use crate::device::{ArenaSpec, Buffer, Compute, DType, DeviceError, Event};
+use crate::device::{ArenaSpec, Buffer, Compute, DType, DeviceError, Event, evict};
 use crate::mesh::Axis;
 use crate::model::{
     self, Activation, ActivationPool, Context, GradSink, Hooks, Keep, Model, Pass, Passes, SampleKey,
 };
 use crate::ops::Fill;
-use crate::optim::{Optimizer, evict};
+use crate::optim::Optimizer;
 use crate::parallel::pipeline::{Action, ActionKind, PipelinePlan};
 use crate::parallel::{BlockGroups, CommTimes, CommTracker, DeviceTimes, Parameters};
 use crate::pretrained::PretrainedWeights;

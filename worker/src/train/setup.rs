@@ -19,16 +19,16 @@ use super::step::{Trainer, TrainerParts};
 use super::warm_up::warm_up;
 use super::world::{World, WrapTransport, is_restarted, threads, timeout};
 use crate::checkpoint::{Batch, Disk, StateSource as _, Storage};
-use crate::config::{OptimizerOffload, TrainConfig};
+use crate::config::{OffloadTarget, TrainConfig};
 use crate::costs::GlobalBatch;
 use crate::cuda::GpuFacts;
 use crate::data::{BatchShape, Dataset, Loader, ORDER_VERSION, Sampler};
-use crate::device::{ArenaSpec, Buffer, Device, DeviceError};
+use crate::device::{ArenaSpec, Buffer, Device, DeviceError, PIECE, StateMemory};
 use crate::libraries::{Library, LibraryKind};
 use crate::mesh::SAMPLES;
 use crate::metrics::{Request, RunDir};
 use crate::ops::Cast;
-use crate::optim::{Clip, PIECE, StateMemory};
+use crate::optim::Clip;
 use crate::parallel::{GradientLayout, Parameters, Reducer, Signature, check_agreement};
 use crate::session::Session;
 
@@ -185,9 +185,9 @@ pub(super) fn prepare<'a>(
         .taken_bytes()
         .zip(taken_before)
         .filter(|_| world.size() > 1);
-    let (parameters, reducer) = spec.allocate(&world, &groups)?;
-    let home = state_home(&world, &parameters, config, &run_dir)?;
-    let optimizer = spec.optimizer(&parameters, home)?;
+    let home = Arc::new(state_home(&world, config, &run_dir)?);
+    let (parameters, reducer) = spec.allocate(&world, &groups, &home)?;
+    let optimizer = spec.optimizer(&parameters, &home)?;
     let (set, sharding) = (parameters.replica_set(), parameters.sharding());
     let clip = Clip::new(set, &world.compute, sharding, &norm_order, &config.train)?;
     let replica = spec.replica(&world, groups, parameters, activations)?;
@@ -222,25 +222,18 @@ pub(super) fn prepare<'a>(
     })
 }
 
-/// The memory for the optimizer's state. On a device that uses host memory, `host` changes nothing.
-fn state_home(
-    world: &World,
-    parameters: &Parameters,
-    config: &TrainConfig,
-    run_dir: &RunDir,
-) -> Result<StateMemory, TrainError> {
+/// The memory for what is offloaded. On a device that uses host memory, `host` changes nothing.
+fn state_home(world: &World, config: &TrainConfig, run_dir: &RunDir) -> Result<StateMemory, TrainError> {
     let device = world.compute.device.clone();
     let offload = &config.train.offload;
     match offload.optimizer {
-        OptimizerOffload::None => Ok(StateMemory::on_device(device)),
-        OptimizerOffload::Host => Ok(StateMemory::on_host(device, threads(config), PIECE)?),
-        OptimizerOffload::File if parameters.own().arena().memory().host_ptr().is_none() => {
-            Err(TrainError::Refused(format!(
-                "`train.offload.optimizer: file` needs a device that uses host memory, but {} has its own memory\n  hint: train on the CPU (`parallel.backend: cpu`), or set `train.offload.optimizer: host`",
-                device.name()
-            )))
-        }
-        OptimizerOffload::File => {
+        OffloadTarget::None => Ok(StateMemory::on_device(device)),
+        OffloadTarget::Host => Ok(StateMemory::on_host(device, threads(config), PIECE)?),
+        OffloadTarget::File if device.host_side().is_some() => Err(TrainError::Refused(format!(
+            "`train.offload.optimizer: file` needs a device that uses host memory, but {} has its own memory\n  hint: train on the CPU (`parallel.backend: cpu`), or set `train.offload.optimizer: host`",
+            device.name()
+        ))),
+        OffloadTarget::File => {
             let dir = offload.dir.as_deref().unwrap_or(run_dir.path());
             Ok(StateMemory::in_files(device, dir))
         }

@@ -8,7 +8,7 @@ use super::setup::Prepared;
 use super::step::TrainerParts;
 use super::world::is_restarted;
 use crate::config::{
-    Accumulate, LrScaling, Model, ModelKind, OptimizerOffload, Recompute, Strategy, Sync, Train, TrainConfig,
+    Accumulate, LrScaling, Model, ModelKind, OffloadTarget, Recompute, Strategy, Sync, Train, TrainConfig,
     Vocabulary,
 };
 use crate::data::{Dataset, Tokens};
@@ -241,11 +241,17 @@ fn scaled_rate(train: &Train, global_batch: u64) -> Option<String> {
 
 fn memory(held: &Footprint, snapshot_bytes: u64, nccl_bytes: u64) -> String {
     format!(
-        "parameters {}{}, gradients {}{}, optimizer {}{}{}{}, activations {}{}{}",
+        "parameters {}{}, gradients {}{}{}{}, optimizer {}{}{}{}, activations {}{}{}",
         bytes(held.params),
         aside(held.gathered, |gathered| format!(" (plus {gathered} gathered)")),
         bytes(held.grads),
         in_flight(held.in_flight),
+        aside(held.offloaded_params[0], |host| format!(
+            ", {host} of both in host memory"
+        )),
+        aside(held.offloaded_params[1], |file| format!(
+            ", {file} of both in a file"
+        )),
         bytes(held.optimizer),
         aside(held.offloaded[0], |host| format!(" (plus {host} in host memory)")),
         aside(held.offloaded[1], |file| format!(" in memory ({file} in a file)")),
@@ -361,16 +367,17 @@ fn offloaded(prepared: &Prepared<'_>) -> Option<String> {
     let offload = &trainer.config.train.offload;
     let state = bytes(trainer.optimizer.bytes() as u64);
     match offload.optimizer {
-        OptimizerOffload::None => None,
-        OptimizerOffload::File => {
+        OffloadTarget::None => None,
+        OffloadTarget::File => {
             let dir = offload.dir.as_deref().unwrap_or(prepared.run_dir.path());
             Some(format!("{state} per rank, in a file in {}", dir.display()))
         }
-        OptimizerOffload::Host => {
-            let on_host = trainer.optimizer.home().host_state();
+        OffloadTarget::Host => {
+            let home = trainer.optimizer.home();
+            let on_host = home.host_state();
             Some(on_the_host(
                 &state,
-                on_host.map(|host| (host.staging_bytes(), host.threads())),
+                on_host.map(|host| (home.staging_bytes(), host.threads())),
             ))
         }
     }

@@ -10,13 +10,15 @@
 //! With `parallel.accumulate: full`, `zero2` and `zero3` hold whole gradients if there are several micro-batches; a stage
 //! of a pipeline holds them anyway, and reduces them once a step.
 //! With `parallel.shard_group`, all this is within a group of ranks, and slices are summed over the groups. Where a
-//! group is one rank, everything is whole, and the strategy is `ddp` whatever it is called.
+//! group is one rank, everything is whole, and the strategy is `ddp` whatever it is called, unless parameters are offloaded:
+//! they come in by groups on one rank too.
 
 use ddp_proto::env::WorkerEnv;
 
 use super::TrainError;
 use crate::config::{
-    self, Accumulate, OptimizerConfig, OptimizerKind, Parallel, Problem, Strategy, TrainConfig,
+    self, Accumulate, Offload, OffloadTarget, OptimizerConfig, OptimizerKind, Parallel, Problem, Strategy,
+    TrainConfig,
 };
 use crate::costs::Work;
 use crate::mesh::{Axis, GRADIENTS, MeshShape};
@@ -38,9 +40,9 @@ pub(crate) struct ShardingStrategy {
 
 impl ShardingStrategy {
     /// A pure function, so that every rank decides the same.
-    pub(crate) fn new(parallel: &Parallel, micro_batches: usize, mesh: MeshShape) -> Self {
-        let strategy = match mesh.size(mesh.sharded()) {
-            1 => Strategy::Ddp,
+    pub(crate) fn new(parallel: &Parallel, offload: &Offload, micro_batches: usize, mesh: MeshShape) -> Self {
+        let strategy = match (mesh.size(mesh.sharded()), offload.parameters) {
+            (1, OffloadTarget::None) => Strategy::Ddp,
             _ => parallel.strategy,
         };
         // In a pipeline a chunk may be done with all micro-batches before another one is with the first.
@@ -224,7 +226,7 @@ mod tests {
                 },
                 ..Parallel::default()
             };
-            ShardingStrategy::new(&parallel, 1, mesh(&parallel, 4)).accumulate
+            ShardingStrategy::new(&parallel, &Offload::default(), 1, mesh(&parallel, 4)).accumulate
         };
         for strategy in [Strategy::Zero2, Strategy::Zero3] {
             assert_eq!(accumulate(strategy, 1), Some(Accumulate::Sharded));

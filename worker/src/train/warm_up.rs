@@ -19,7 +19,7 @@ use crate::device::{
 };
 use crate::model::Activation;
 use crate::ops::Op;
-use crate::optim::{Clip, StateMemory, UpdateStep};
+use crate::optim::{Clip, UpdateStep};
 use crate::parallel::NormOrder;
 
 /// Prepares the GPU of `replica`, if it is on one, for all that a step will run. Nothing but its activations is
@@ -43,8 +43,8 @@ pub(super) fn warm_up(
     let world = idle_world_on(device.clone(), spec.strategy.mesh, spec.rank);
     let (mut idle, mut reducer) = spec.idle(&world, activations)?;
     let parameters = &idle.parameters;
-    let home = StateMemory::on_device(device.clone());
-    let optimizer = spec.optimizer(parameters, home)?;
+    let home = spec.planned_home(&world);
+    let optimizer = spec.optimizer(parameters, &home)?;
     let (set, sharding) = (parameters.replica_set(), parameters.sharding());
     let clip = Clip::new(set, &world.compute, sharding, norm_order, &spec.config.train)?;
     let table = StepTable::new(&world)?;
@@ -53,7 +53,7 @@ pub(super) fn warm_up(
     let micro_batches = idle.plan.micro_batches().min(2);
     let add = |losses: &Activation| table.add(losses, false);
     let grads = rehearse_step(&mut idle, &mut reducer, micro_batches, &add)?;
-    let _ = clip.measure(&grads);
+    let _ = clip.measure(&home, &grads);
     clip.finish(Some(table.rows()));
     let update = UpdateStep {
         scale: clip.scale(),

@@ -297,7 +297,7 @@ fn differences(case: Case, policy: ReshardPolicy, (key, culprit): (&str, usize))
         let layout = GradientLayout::of_model(&model, &config).unwrap();
         let sharding = Arc::new(case.sharding(&layout, rank.rank()));
         let compute = Compute::new(rank.device.clone());
-        let parameters = Parameters::new(&set, &compute, &model, &sharding, policy).unwrap();
+        let parameters = Parameters::new(&set, &compute, &model, &sharding, policy.into()).unwrap();
         assert_eq!(parameters.difference(0).unwrap(), None);
         let mut own = sharding.own_pieces().into_iter();
         let place = own.find(|piece| model.params[piece.param.0].key == key);

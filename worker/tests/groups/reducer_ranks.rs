@@ -218,7 +218,7 @@ fn replicas_start_as_rank_0_and_differences_are_found() {
     let outcomes = ranks(3, Executor::Thread, &Cancel::new(), |comm, device| {
         let (set, compute) = (ReplicaSet::of_all(comm.clone()), Compute::new(device));
         let keep = ReshardPolicy::KeepAll;
-        let parameters = Parameters::new(&set, &compute, &model, &sharding, keep).unwrap();
+        let parameters = Parameters::new(&set, &compute, &model, &sharding, keep.into()).unwrap();
         let params = parameters.own().arena().whole();
         params.host_mut::<f32>().unwrap().fill(comm.rank() as f32 + 1.0);
         parameters.broadcast(&params).unwrap();

@@ -40,7 +40,7 @@ fn sums_of_deferred(config: ReducerConfig, executor: Executor, honest: bool) -> 
     World::of(&[2]).run(executor, |rank| {
         let device: Arc<dyn Device> = Arc::new(DeferredDevice::new());
         let stream = device.stream();
-        let mut reducer = Reducer::new(&rank.comm, &device, layout.clone(), config).unwrap();
+        let mut reducer = Reducer::new(&rank.comm, &device, layout.clone(), config.clone()).unwrap();
         let mut step = reducer.step(1).unwrap();
         for id in layout.order() {
             let out = step.slot(*id).unwrap().buffer;
@@ -74,7 +74,7 @@ fn a_bucket_waits_for_the_events_of_its_gradients() {
                 overlap,
                 ..ReducerConfig::default()
             };
-            let sums = sums_of_deferred(config, executor, true);
+            let sums = sums_of_deferred(config.clone(), executor, true);
             assert_eq!(sums, [[3.0, 5.0, 7.0], [3.0, 5.0, 7.0]], "{config:?}");
         }
     }
@@ -148,7 +148,7 @@ fn sum<T: Element>(len: usize, own: impl Fn(usize, usize) -> T + std::marker::Sy
     World::of(&[4]).run(Executor::Thread, |rank| {
         let device: Arc<dyn Device> = Arc::new(CpuDevice::new(1).unwrap());
         let config = ReducerConfig::default();
-        let mut reducer = Reducer::new(&rank.comm, &device, layout.clone(), config).unwrap();
+        let mut reducer = Reducer::new(&rank.comm, &device, layout.clone(), config.clone()).unwrap();
         assert_eq!(reducer.bytes(), layout.len() * T::DTYPE.bytes());
         let mut step = reducer.step(1).unwrap();
         let mut grad = step.grad_mut::<T>(ParamId(0)).unwrap();

@@ -10,13 +10,13 @@ use std::time::Instant;
 
 use ddp_worker::collective::Executor;
 use ddp_worker::config::{Accumulate, OptimizerConfig, OptimizerKind, Recompute, Strategy, Train};
-use ddp_worker::device::{Buffer, Compute, DType, DeviceError, Event};
+use ddp_worker::device::{Buffer, Compute, DType, DeviceError, Event, StateMemory};
 use ddp_worker::mesh::{Axis, GRADIENTS, Mesh};
 use ddp_worker::model::{
     Activation, AxisRole, Block, Context, GradSink, GroupId, Init, Model, ModelPart, ParamId, ParamSpec,
     Params as _, Pass, Saved,
 };
-use ddp_worker::optim::{Clip, Optimizer, StateMemory, UpdateStep};
+use ddp_worker::optim::{Clip, Optimizer, UpdateStep};
 use ddp_worker::parallel::{
     ArenaShare, GradientLayout, LayoutConfig, NormOrder, OwnPiece, Parameters, Reducer, ReducerConfig,
     ReplicaSet, ReshardPolicy, Sharding, is_counted, one_copy,
@@ -178,7 +178,7 @@ impl Worker {
         let home = StateMemory::on_device(rank.device.clone());
         let order = norm_order(case, cut, rank.rank());
         let worker = Self {
-            parameters: Parameters::new(&set, &compute, &model, &sharding, policy).unwrap(),
+            parameters: Parameters::new(&set, &compute, &model, &sharding, policy.into()).unwrap(),
             optimizer: Optimizer::new(home, &set, &sharding, &model.params, &config.optimizer).unwrap(),
             clip: Clip::new(&set, &compute, &sharding, &order, &config).unwrap(),
             case,
@@ -253,7 +253,7 @@ impl Worker {
         let mut trained = Trained::default();
         for number in 1..=STEPS {
             let (loss, grads) = self.passes(&mut reducer);
-            if let Some(work) = self.clip.measure(&grads) {
+            if let Some(work) = self.clip.measure(self.optimizer.home(), &grads) {
                 work.wait(Instant::now() + PATIENCE).unwrap();
             }
             self.clip.finish(None);

@@ -4,7 +4,7 @@ use crate::train_support::faulty::{Fault, FaultyDevice, Spoilt};
 use crate::train_support::{Job, Trained, copy_folder};
 use ddp_worker::checkpoint::{Reader, TensorKind, TensorRecord, Which, file_stem};
 use ddp_worker::config::{
-    Accumulate, LastBatch, LearningRate, OnNonFinite, OptimizerKind, OptimizerOffload, Precision, Recompute,
+    Accumulate, LastBatch, LearningRate, OffloadTarget, OnNonFinite, OptimizerKind, Precision, Recompute,
     Rescale, Resume, ShardGroup, Strategy, TrainConfig,
 };
 
@@ -178,7 +178,7 @@ fn a_run_goes_on_with_the_same_bits_whatever_it_is_made_of() {
     });
     goes_on_as_undisturbed("the optimizer's state in a file", 2, |c| {
         c.parallel.strategy = Strategy::Zero1;
-        c.train.offload.optimizer = OptimizerOffload::File;
+        c.train.offload.optimizer = OffloadTarget::File;
     });
     for kind in [OptimizerKind::Lion, OptimizerKind::Sgd, OptimizerKind::Muon] {
         goes_on_as_undisturbed(&format!("{kind:?}"), 2, |c| {

@@ -4,10 +4,12 @@ use std::sync::{Arc, Mutex};
 
 use crate::train_support::deferred::DeferredDevice;
 use crate::train_support::{Job, Trained};
-use ddp_worker::config::{OnNonFinite, OptimizerOffload, Precision, Resume, Strategy, TrainConfig};
-use ddp_worker::device::{Arena, ArenaSpec, Buffer, CpuDevice, DType, Device, DeviceError, Stream};
+use ddp_worker::config::{OffloadTarget, OnNonFinite, Precision, Resume, Strategy, TrainConfig};
+use ddp_worker::device::{
+    Arena, ArenaSpec, Buffer, CpuDevice, DType, Device, DeviceError, StateMemory, Stream,
+};
 use ddp_worker::ops::{Op, Rates, Runs, Update};
-use ddp_worker::optim::{StateMemory, adamw};
+use ddp_worker::optim::adamw;
 use half::bf16;
 
 /// Large enough that every rank owns parameters, in several units.
@@ -27,9 +29,9 @@ fn job(change: impl FnOnce(&mut TrainConfig)) -> Job {
 }
 
 /// Trains with the state where it is asked for: beside a device that puts everything off, if that is the host.
-fn train(job: &mut Job, home: OptimizerOffload, world: u32) -> Trained {
+fn train(job: &mut Job, home: OffloadTarget, world: u32) -> Trained {
     job.config.train.offload.optimizer = home;
-    job.device = (home == OptimizerOffload::Host)
+    job.device = (home == OffloadTarget::Host)
         .then(|| -> crate::train_support::DeviceOf { Box::new(|_| Arc::new(DeferredDevice::beside_host())) });
     job.train(world)
 }
@@ -47,11 +49,11 @@ fn assert_same(one: &Trained, other: &Trained, what: &str) {
 
 #[test]
 fn state_on_the_host_trains_the_same_numbers_and_goes_on_anywhere() {
-    use OptimizerOffload::{Host, None};
+    use OffloadTarget::{Host, None};
     for precision in [Precision::F32, Precision::Bf16] {
         for strategy in [Strategy::Ddp, Strategy::Zero1, Strategy::Zero3] {
             // Twice as many steps, the second half resumed from a checkpoint.
-            let run = |[begun, ended]: [OptimizerOffload; 2]| {
+            let run = |[begun, ended]: [OffloadTarget; 2]| {
                 let mut job = job(|c| {
                     c.train.precision = precision;
                     c.train.grad_accumulation = 2;
@@ -87,10 +89,10 @@ fn a_skipped_step_leaves_state_on_the_host_as_it_was() {
             });
             train(&mut job, home, 2)
         };
-        let (expected, found) = (run(OptimizerOffload::None, 4), run(OptimizerOffload::Host, 4));
+        let (expected, found) = (run(OffloadTarget::None, 4), run(OffloadTarget::Host, 4));
         assert_eq!(found.metrics[3].skipped, 3);
         assert_eq!(expected.state, found.state, "{precision:?}");
-        assert_eq!(found.state, run(OptimizerOffload::Host, 1).state, "{precision:?}");
+        assert_eq!(found.state, run(OffloadTarget::Host, 1).state, "{precision:?}");
     }
 }
 
@@ -108,9 +110,9 @@ fn a_save_while_training_goes_on_has_the_state_of_its_step() {
         // Step 4 is resumed from.
         std::fs::remove_dir_all(job.out_dir().join("checkpoints/step_00000005")).unwrap();
         std::fs::write(job.out_dir().join("checkpoints/latest"), "step_00000004").unwrap();
-        (trained, train(&mut job, OptimizerOffload::None, 2))
+        (trained, train(&mut job, OffloadTarget::None, 2))
     };
-    let ((expected, again), (found, resumed)) = (run(OptimizerOffload::None), run(OptimizerOffload::Host));
+    let ((expected, again), (found, resumed)) = (run(OffloadTarget::None), run(OffloadTarget::Host));
     assert_same(&expected, &found, "five steps");
     assert_same(&again, &resumed, "the fifth once more");
 }
@@ -123,7 +125,7 @@ fn the_host_goes_on_while_the_state_is_updated() {
         c.train.steps = 8;
         c.train.verify_every = 0;
         c.train.checkpoint_every = 5;
-        c.train.offload.optimizer = OptimizerOffload::Host;
+        c.train.offload.optimizer = OffloadTarget::Host;
     });
     job.device = Some(Box::new(move |_| {
         let device = Arc::new(DeferredDevice::beside_host());
@@ -147,7 +149,7 @@ fn memory_of_the_state_is_counted_where_it_is() {
             });
             train(&mut job, home, 1).metrics[0].memory
         };
-        let (usual, host) = (memory(OptimizerOffload::None), memory(OptimizerOffload::Host));
+        let (usual, host) = (memory(OffloadTarget::None), memory(OffloadTarget::Host));
         assert_eq!(
             usual.params + usual.optimizer,
             host.params / usual_width(precision) * bytes
@@ -171,7 +173,7 @@ fn usual_width(precision: Precision) -> u64 {
 
 #[test]
 fn a_device_whose_memory_is_the_hosts_keeps_the_state_where_it_is() {
-    let mut job = job(|c| c.train.offload.optimizer = OptimizerOffload::Host);
+    let mut job = job(|c| c.train.offload.optimizer = OffloadTarget::Host);
     let found = job.train(2);
     job = self::job(|_| ());
     assert_same(&job.train(2), &found, "on the processor");

@@ -4,7 +4,7 @@ use crate::train_support::agent::with_agent;
 use crate::train_support::faulty::{Fault, FaultyDevice};
 use crate::train_support::{Job, Outcome};
 use ddp_proto::control::{Phase, ToAgent, ToWorker};
-use ddp_worker::config::{OptimizerKind, OptimizerOffload, Rescale, Resume, TrainConfig};
+use ddp_worker::config::{OffloadTarget, OptimizerKind, Rescale, Resume, TrainConfig};
 use ddp_worker::metrics::Summary;
 use ddp_worker::session::Session;
 use ddp_worker::train::{TrainError, run_worker};
@@ -104,7 +104,7 @@ fn a_contradiction_with_the_checkpoint_names_the_key() {
 #[test]
 fn ranks_with_different_configurations_stop_with_the_key_and_the_rank() {
     let rate: fn(&mut TrainConfig) = |c| c.train.optimizer.lr = 0.5;
-    let home: fn(&mut TrainConfig) = |c| c.train.offload.optimizer = OptimizerOffload::File;
+    let home: fn(&mut TrainConfig) = |c| c.train.offload.optimizer = OffloadTarget::File;
     for (key, change) in [("train.optimizer.lr", rate), ("train.offload.optimizer", home)] {
         let job = Job::new();
         let outcomes = job.run_with(3, |rank, config| {
@@ -130,7 +130,7 @@ fn ranks_with_different_configurations_stop_with_the_key_and_the_rank() {
 #[test]
 fn ranks_offload_to_folders_of_their_own() {
     let folders = [(); 2].map(|()| tempfile::tempdir().unwrap());
-    let job = Job::with(|c| c.train.offload.optimizer = OptimizerOffload::File);
+    let job = Job::with(|c| c.train.offload.optimizer = OffloadTarget::File);
     let outcomes = job.run_with(2, |rank, config| {
         config.train.offload.dir = Some(folders[rank as usize].path().to_owned());
     });

@@ -10,7 +10,7 @@ use crate::train_support::faulty::{Fault, FaultyDevice};
 use crate::train_support::probed::{Moment, ProbedDevice};
 use crate::train_support::{Job, assert_close, assert_same, assert_within};
 use ddp_worker::config::{
-    Accumulate, OptimizerGroup, OptimizerKind, OptimizerOffload, Precision, Resume, ShardGroup, Strategy,
+    Accumulate, OffloadTarget, OptimizerGroup, OptimizerKind, Precision, Resume, ShardGroup, Strategy,
     TrainConfig,
 };
 use ddp_worker::device::Device;
@@ -276,17 +276,17 @@ fn small_groups_that_persist_are_gathered_once_a_step() {
 #[test]
 fn groups_that_persist_and_state_in_a_file_train_the_same_numbers_in_bf16() {
     let folder = tempfile::tempdir().unwrap();
-    let run = |strategy, persist_below, home: OptimizerOffload| {
+    let run = |strategy, persist_below, home: OffloadTarget| {
         let job = job(strategy, |c| {
             c.train.precision = Precision::Bf16;
             c.train.offload.optimizer = home;
-            c.train.offload.dir = (home == OptimizerOffload::File).then(|| folder.path().to_owned());
+            c.train.offload.dir = (home == OffloadTarget::File).then(|| folder.path().to_owned());
             c.parallel.persist_below = persist_below;
         });
         job.train(3)
     };
-    let reference = run(Strategy::Ddp, 0, OptimizerOffload::None);
-    let found = run(Strategy::Zero3, 20_000, OptimizerOffload::File);
+    let reference = run(Strategy::Ddp, 0, OffloadTarget::None);
+    let found = run(Strategy::Zero3, 20_000, OffloadTarget::File);
     assert_same(&reference, &found, "zero3");
 }
 
@@ -316,7 +316,7 @@ fn state_in_a_file_is_not_resident_after_a_start_and_during_a_save() {
     let mut job = job(Strategy::Ddp, |c| {
         c.train.precision = Precision::Bf16;
         c.train.steps = 2;
-        c.train.offload.optimizer = OptimizerOffload::File;
+        c.train.offload.optimizer = OffloadTarget::File;
         c.train.offload.dir = Some(folder.path().to_owned());
         c.run.resume = Resume::Auto;
     });
@@ -350,7 +350,7 @@ fn state_in_a_file_is_not_resident_after_a_start_and_during_a_save() {
 #[test]
 fn a_folder_that_cannot_take_the_optimizer_is_named() {
     let job = job(Strategy::Zero1, |c| {
-        c.train.offload.optimizer = OptimizerOffload::File;
+        c.train.offload.optimizer = OffloadTarget::File;
         c.train.offload.dir = Some("/nowhere/at/all".into());
     });
     let words: Vec<String> = job

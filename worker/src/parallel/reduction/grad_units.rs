@@ -17,6 +17,10 @@
 //! *Slots* are memory shared with the other ranks, through which units pass one after the other. A slot is reused in the
 //! order of a stream: a host waits only where the device runs at once. Narrowing and widening are on a stream of their
 //! own, so that the stream that computes does not wait either.
+//!
+//! A shard may lie in memory of the host or in a file ([`StateMemory`]). Beside the host a unit is stored as soon as it is
+//! reduced, on a stream of its own; whoever takes its slot next waits for that. With several copies of the state the shard
+//! stays on the device, which sums it over them.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -25,7 +29,7 @@ use std::time::Instant;
 use super::readiness::ReduceError;
 use crate::collective::{Communicator, Launch, ReduceOp, Traffic, Work};
 use crate::config::{Accumulate, Sync};
-use crate::device::{Arena, ArenaSpec, Buffer, Compute, DType, Event};
+use crate::device::{Arena, ArenaSpec, Buffer, Compute, DType, Event, StateBytes, StateMemory};
 use crate::mesh::MeshShape;
 use crate::model::ParamId;
 use crate::ops::{Cast, ColumnSum, Fill};
@@ -38,7 +42,7 @@ use crate::parallel::{
 const IN_TURN: usize = 2;
 
 /// How gradients are synchronised.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug)]
 pub struct ReducerConfig {
     /// What one operation carries, where every rank ends with all sums.
     pub sync: Sync,
@@ -48,6 +52,8 @@ pub struct ReducerConfig {
     pub accumulate: Accumulate,
     /// Most micro-batches of a step. With several that are added up here, each use of a tied parameter has a sum of its own.
     pub micro_batches: usize,
+    /// Where a shard of the gradients lies, if not beside what is in flight.
+    pub home: Option<Arc<StateMemory>>,
 }
 
 impl Default for ReducerConfig {
@@ -58,6 +64,7 @@ impl Default for ReducerConfig {
             overlap: true,
             accumulate: Accumulate::Full,
             micro_batches: 1,
+            home: None,
         }
     }
 }
@@ -115,8 +122,14 @@ impl PartialSum {
 }
 
 impl Reduction {
-    /// The units of the sharding; where nothing is sharded, `sync` decides: what is summed in every micro-batch has buckets.
-    fn all(layout: &GradientLayout, sharding: &Sharding, sync: Sync, set: &ReplicaSet) -> Vec<Self> {
+    /// The units of the sharding; where nothing is sharded or offloaded, `config.sync` decides: what is summed in every
+    /// micro-batch has buckets.
+    fn all(
+        layout: &GradientLayout,
+        sharding: &Sharding,
+        config: &ReducerConfig,
+        set: &ReplicaSet,
+    ) -> Vec<Self> {
         let unit = |range: Range<usize>, own: Range<usize>, params: &[ParamId], tag| Self {
             partial: PartialSum::all(range.start, params, layout, sharding, &set.copy_groups),
             group: set.group(&summed_over(&layout.spec(params[0]).roles)).clone(),
@@ -133,8 +146,8 @@ impl Reduction {
             };
             units.map(of).collect()
         };
-        match sync {
-            _ if sharding.world() > 1 => of_units(sharding),
+        match config.sync {
+            _ if sharding.world() > 1 || config.home.is_some() => of_units(sharding),
             Sync::Bucketed => of_units(&Sharding::of_buckets(layout, MeshShape::of_shards(1), 0)),
             Sync::Naive => of_units(&Sharding::replicated(layout)),
             Sync::PerParameter => {
@@ -248,6 +261,8 @@ struct Slot {
     unit: Option<usize>,
     /// The unit that is being reduced.
     pending: Option<PendingSum>,
+    /// Reached when the last unit was stored, if not in the stream in which slots are reused.
+    stored: Option<Event>,
     /// Number of its current or last launch. The slot with the smallest one becomes free first.
     launch: u64,
 }
@@ -264,6 +279,9 @@ struct PendingSum {
 pub(super) struct GradUnits {
     /// In the order of its stream slots are reused.
     compute: Compute,
+    /// Where sums are stored, if not there.
+    stores: Option<Compute>,
+    home: Arc<StateMemory>,
     /// All data-parallel ranks.
     comm: Communicator,
     copy_groups: Vec<CopyGroup>,
@@ -291,7 +309,7 @@ impl GradUnits {
         config: ReducerConfig,
     ) -> Result<Self, ReduceError> {
         let (device, is_staged) = (&compute.device, config.accumulate == Accumulate::Sharded);
-        let reductions = Reduction::all(layout, sharding, config.sync, set);
+        let reductions = Reduction::all(layout, sharding, &config, set);
         let (sizes, choice) = slots_of(&reductions, layout, is_staged);
         let shared = |name, dtype: DType, len| {
             set.all
@@ -302,16 +320,20 @@ impl GradUnits {
                 arena: shared("gradients in flight", layout.dtype(), len)?,
                 unit: None,
                 pending: None,
+                stored: None,
                 launch: 0,
             })
         };
         let slots: Vec<Slot> = sizes.into_iter().map(slot).collect::<Result<_, _>>()?;
-        let (name, dtype, is_sharded) = ("gradients", layout.accumulated(), sharding.world() > 1);
+        let (name, dtype) = ("gradients", layout.accumulated());
+        let has_copies = sharding.world() > 1 && set.groups.iter().any(|group| group.copies.is_some());
+        let home = config.home.filter(|_| is_staged && !has_copies);
+        let home = home.unwrap_or_else(|| Arc::new(StateMemory::on_device(device.clone())));
         let kept = |len| -> Result<Arena, ReduceError> {
-            if slots.is_empty() || (is_sharded && set.groups.iter().any(|group| group.copies.is_some())) {
+            if slots.is_empty() || has_copies {
                 return Ok(shared(name, dtype, len)?);
             }
-            Ok(device.alloc(&ArenaSpec::private(name, dtype, len))?)
+            Ok(home.alloc(&ArenaSpec::private(name, dtype, len))?)
         };
         let sums = if is_staged {
             ArenaShare::Shard(kept(sharding.shard_len())?)
@@ -331,6 +353,8 @@ impl GradUnits {
             } else {
                 Compute::new(device.clone())
             },
+            stores: home.host_state().map(|_| Compute::new(device.clone())),
+            home,
             sums,
             slots,
             launches: 0,
@@ -386,6 +410,11 @@ impl GradUnits {
         self.sums.arena().bytes() + slots
     }
 
+    /// Size of what this rank keeps, with padding, by where it is.
+    pub(super) fn sum_bytes(&self) -> StateBytes {
+        self.home.bytes(self.sums.arena().bytes(), 1)
+    }
+
     /// Forgets what an abandoned step has left.
     pub(super) fn reset(&mut self) {
         for slot in &mut self.slots {
@@ -432,15 +461,18 @@ impl GradUnits {
             None => unit.group.all.all_reduce(&buffer, ReduceOp::Sum, launch),
         });
         self.in_flight.push(work.clone());
-        if let Some(slot) = slot {
+        if let Some(slot_index) = slot {
             self.launches += 1;
-            let slot = &mut self.slots[slot];
+            let slot = &mut self.slots[slot_index];
             (slot.unit, slot.launch) = (None, self.launches);
             slot.pending = Some(PendingSum {
                 unit: index,
                 work,
                 round,
             });
+            if self.stores.is_some() {
+                self.store_slot(slot_index, self.comm.deadline());
+            }
         } else {
             self.units[index].stored = Some(work.event().clone());
         }
@@ -455,10 +487,10 @@ impl GradUnits {
         for slot in order {
             self.store_slot(slot, deadline);
         }
-        let stored = if self.slots.is_empty() || self.is_staged() {
-            Event::reached()
-        } else {
-            self.compute.record()
+        let stored = match &self.stores {
+            Some(stores) => stores.record(),
+            None if self.slots.is_empty() || self.is_staged() => Event::reached(),
+            None => self.compute.record(),
         };
         self.sum_copies();
         stored
@@ -526,6 +558,9 @@ impl GradUnits {
             )));
         };
         self.store_slot(slot, self.comm.deadline());
+        if let Some(stored) = self.slots[slot].stored.take() {
+            self.compute.wait_event(&stored, self.comm.deadline());
+        }
         self.slots[slot].unit = Some(index);
         Ok(slot)
     }
@@ -536,21 +571,28 @@ impl GradUnits {
         let Some(PendingSum { unit, work, round }) = slot.pending.take() else {
             return;
         };
-        let (unit, stream) = (&mut self.units[unit], self.compute.stream);
-        match unit.place {
-            None => self.tracker.wait_in_stream(stream, work.event(), deadline),
-            Some(_) => self.tracker.wait_in_side_stream(stream, work.event(), deadline),
+        let (unit, on) = (
+            &mut self.units[unit],
+            self.stores.as_ref().unwrap_or(&self.compute),
+        );
+        match (&unit.place, &self.stores) {
+            (None, None) => self.tracker.wait_in_stream(on.stream, work.event(), deadline),
+            _ => self
+                .tracker
+                .wait_in_side_stream(on.stream, work.event(), deadline),
         }
         let x = slot.arena.slice(unit.reduction.own.clone());
         let (out, accumulate) = (unit.target.clone(), round.index > 0);
-        if accumulate {
+        let store = if accumulate {
             // One row: an addition.
-            self.compute.enqueue(ColumnSum { x, out, accumulate });
+            ColumnSum { x, out, accumulate }.into()
         } else {
-            self.compute.enqueue(Cast { x, out });
-        }
+            Cast { x, out }.into()
+        };
+        self.home.enqueue_all(on.stream, vec![store]);
+        slot.stored = self.stores.as_ref().map(Compute::record);
         if round.is_last() {
-            unit.stored = Some(self.compute.record());
+            unit.stored = Some(on.record());
         }
     }
 

@@ -23,7 +23,9 @@ use super::readiness::{Readiness, ReduceError};
 use super::use_accumulators::UseAccumulators;
 use crate::collective::{Communicator, WorkError};
 use crate::config::{Accumulate, Sync};
-use crate::device::{Buffer, Compute, Device, DeviceError, Element, Event, HostMut, HostRef, Stream};
+use crate::device::{
+    Buffer, Compute, Device, DeviceError, Element, Event, HostMut, HostRef, StateBytes, Stream,
+};
 use crate::model::{GradSink, GradSlot, ParamId};
 use crate::parallel::comm_times::{CommTimes, DeviceTimes};
 use crate::parallel::{ArenaShare, GradientLayout, ReplicaSet, Sharding};
@@ -138,6 +140,7 @@ impl Reducer {
         } else {
             UseAccumulators::none(compute)
         };
+        let overlaps = config.overlap && !(config.sync == Sync::Naive && sharding.world() == 1);
         let grads = GradUnits::new(set, compute, &layout, sharding, config)?;
         let mut unit_of = vec![0; layout.params()];
         for unit in 0..grads.len() {
@@ -145,10 +148,9 @@ impl Reducer {
                 unit_of[id.0] = unit;
             }
         }
-        let is_all_at_once = config.sync == Sync::Naive && sharding.world() == 1;
         Ok(Self {
             // Units in slots must leave their slots, overlapped or not.
-            is_eager: is_staged || (config.overlap && !is_all_at_once),
+            is_eager: is_staged || overlaps,
             progress: Progress::new(&layout, &grads, 1),
             layout,
             grads,
@@ -170,6 +172,11 @@ impl Reducer {
     /// What of it is sums, padding included.
     pub fn sum_bytes(&self) -> usize {
         self.grads.sums().arena().bytes()
+    }
+
+    /// The same by where they are.
+    pub fn sum_bytes_by_place(&self) -> StateBytes {
+        self.grads.sum_bytes()
     }
 
     /// What of it is slots for gradients that are in flight.

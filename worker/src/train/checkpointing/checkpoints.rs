@@ -16,7 +16,7 @@ use ddp_proto::words::{counted, numbered};
 use super::owned_state::{RankState, copy, written};
 use super::save_thread::{Leader, SaveTask, SaveThread, Stage, spawn, unreadable};
 use crate::checkpoint::{CheckpointError, Extent, Rng, State, Storage, TOKENIZER_FILE, step_name};
-use crate::config::{CheckpointKeep, OptimizerOffload, Tokenizer, TrainConfig};
+use crate::config::{CheckpointKeep, OffloadTarget, Tokenizer, TrainConfig};
 use crate::data::{Dataset, ORDER_VERSION};
 use crate::device::{Arena, ArenaSpec, DType, DeviceError, HostMemory, Stream};
 use crate::metrics::RunDir;
@@ -142,7 +142,7 @@ impl Checkpoints {
         let train = &config.train;
         let is_periodic = train.checkpoint_every > 0 && train.checkpoint_every < train.steps;
         // A run that keeps moments in a file has no memory for a copy of them.
-        if !train.checkpoint_async || !is_periodic || train.offload.optimizer == OptimizerOffload::File {
+        if !train.checkpoint_async || !is_periodic || train.offload.optimizer == OffloadTarget::File {
             return Ok(());
         }
         let own = written(here);

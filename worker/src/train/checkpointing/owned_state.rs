@@ -8,9 +8,9 @@ use std::ops::Range;
 
 use super::resume::RankSnapshot;
 use crate::checkpoint::{Extent, State, StateSource, TensorKind, share_of};
-use crate::device::{Arena, Buffer, DeviceError};
+use crate::device::{Arena, Buffer, DeviceError, evict};
 use crate::model::{ParamId, ParamSpec, Run};
-use crate::optim::{Optimizer, evict};
+use crate::optim::Optimizer;
 use crate::parallel::{ArenaRanges, ArenaShare, MODEL_AXES, OwnPiece, Sharding, is_counted, summed_over};
 use crate::session::Session;
 use crate::train::TrainError;

@@ -15,8 +15,7 @@ use crate::checkpoint::{
     CheckpointError, DiskStep, Fence, PartWriter, State, Storage, Writer, file_stem, retain,
 };
 use crate::config::CheckpointKeep;
-use crate::device::{Buffer, DeviceError, Stream};
-use crate::optim::{StateMemory, evict};
+use crate::device::{Buffer, DeviceError, StateMemory, Stream, evict};
 use crate::session::Cancel;
 use crate::train::reporting::warn;
 

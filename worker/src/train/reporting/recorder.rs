@@ -51,6 +51,8 @@ pub struct Footprint {
     pub optimizer: u64,
     /// The same in memory of the host, and in a file.
     pub offloaded: [u64; 2],
+    /// Parameters and gradients in memory of the host, and in a file.
+    pub offloaded_params: [u64; 2],
     /// Of parameters, gradients and optimizer: so that ranks have equal slices of whole chunks.
     pub padding: u64,
     /// Activations of all micro-batches in flight.
@@ -59,18 +61,20 @@ pub struct Footprint {
 
 impl Footprint {
     pub(crate) fn of(replica: &Replica, reducer: &Reducer, optimizer: &Optimizer) -> Self {
-        let params = replica.parameters.bytes();
+        let (params, sums) = (replica.parameters.bytes(), reducer.sum_bytes_by_place());
         let padded = replica.parameters.sharding().whole_len();
         let padding = (padded - replica.model.held_count()) as f64 / padded as f64;
         let state = optimizer.bytes_by_place();
-        let elements = params + reducer.sum_bytes() + optimizer.bytes();
+        let owned = replica.parameters.own().arena().bytes();
+        let elements = owned + reducer.sum_bytes() + optimizer.bytes();
         Self {
-            params: params as u64,
+            params: params.device as u64,
             gathered: replica.parameters.gathered_bytes() as u64,
-            grads: reducer.bytes() as u64,
+            grads: (reducer.bytes() - reducer.sum_bytes() + sums.device) as u64,
             in_flight: reducer.in_flight_bytes() as u64,
             optimizer: state.device as u64,
             offloaded: [state.host as u64, state.file as u64],
+            offloaded_params: [params.host + sums.host, params.file + sums.file].map(|bytes| bytes as u64),
             padding: (elements as f64 * padding) as u64,
             activations: replica.pool.allocated_bytes() as u64,
         }
@@ -84,13 +88,15 @@ impl Footprint {
             optimizer: self.optimizer,
             optimizer_host: self.offloaded[0],
             optimizer_file: self.offloaded[1],
+            params_host: self.offloaded_params[0],
+            params_file: self.offloaded_params[1],
             activations: self.activations,
             gathered: self.gathered,
             ..Memory::default()
         }
     }
 
-    /// All of it.
+    /// All of it on the device.
     pub const fn total(&self) -> u64 {
         self.params + self.gathered + self.grads + self.optimizer + self.activations
     }

@@ -545,7 +545,7 @@ impl<'a> Trainer<'a> {
         let mut collectives = vec![sharing];
         parts.arrive(&collectives[0], &mut times)?;
         let span = parts.world.begin_span();
-        if let Some(work) = parts.clip.measure(&grads) {
+        if let Some(work) = parts.clip.measure(parts.optimizer.home(), &grads) {
             parts.arrive(&work, &mut times)?;
             collectives.push(work);
         }

@@ -18,8 +18,14 @@ use ddp_worker::ops::Op;
 /// Longer than anything takes on a loaded machine.
 const PATIENCE: Duration = Duration::from_mins(10);
 
-/// Arenas that lie on the host, if there is one beside the device.
-const STATE: [&str; 3] = ["exp_avg", "exp_avg_sq", "master weights"];
+/// Arenas that lie on the host, if there is one beside the device; the last ones if parameters are offloaded too.
+const STATE: [&str; 5] = [
+    "exp_avg",
+    "exp_avg_sq",
+    "master weights",
+    "parameters",
+    "gradients",
+];
 
 /// See the module.
 pub struct DeferredDevice {
@@ -34,6 +40,8 @@ pub struct DeferredDevice {
     sound_products: Option<AtomicUsize>,
     /// Where there is a host beside it: what was allocated there.
     beside: Option<Mutex<Vec<Arena>>>,
+    /// Names of arenas that the device does not reach.
+    on_host: &'static [&'static str],
 }
 
 /// A stream. Whoever waits for a point in it runs what comes before, unless somebody else is at it.
@@ -74,6 +82,7 @@ impl DeferredDevice {
             hurries: false,
             sound_products: None,
             beside: None,
+            on_host: &[],
         }
     }
 
@@ -97,7 +106,16 @@ impl DeferredDevice {
     pub fn beside_host() -> Self {
         Self {
             beside: Some(Mutex::default()),
+            on_host: &STATE[..3],
             ..Self::new()
+        }
+    }
+
+    /// The same where parameters and gradients lie on the host too.
+    pub fn beside_host_with_parameters() -> Self {
+        Self {
+            on_host: &STATE,
+            ..Self::beside_host()
         }
     }
 
@@ -121,10 +139,7 @@ impl DeferredDevice {
     /// Panics if a real device with memory of its own could not reach the buffer.
     fn reach(&self, buffer: &Buffer) {
         let name = buffer.arena().name();
-        assert!(
-            self.beside.is_none() || !STATE.contains(&name),
-            "`{name}` is on the host"
-        );
+        assert!(!self.on_host.contains(&name), "`{name}` is on the host");
     }
 
     fn push(&self, stream: Stream, command: Command) {
@@ -242,6 +257,8 @@ impl Device for DeferredDevice {
                 self.reach(&cast.x);
                 self.reach(&cast.out);
             }
+            Op::ColumnSum(sum) => self.reach(&sum.out),
+            Op::SquaredNorm(norm) => self.reach(&norm.x),
             _ => {}
         }
         let spoilt = match (&op, &self.sound_products) {
@@ -332,8 +349,11 @@ impl HostSide for DeferredDevice {
 
     unsafe fn copy(&self, stream: Stream, from: &Buffer, to: &Buffer) {
         let arenas = self.beside.as_ref().unwrap().lock().unwrap();
-        let [from_host, to_host] =
-            [from, to].map(|buffer| arenas.iter().any(|arena| arena.same(buffer.arena())));
+        let [from_host, to_host] = [from, to].map(|buffer| {
+            arenas
+                .iter()
+                .any(|arena| std::ptr::addr_eq(arena.memory(), buffer.arena().memory()))
+        });
         assert!(from_host != to_host, "{from:?} to {to:?} does not cross");
         self.reach(from);
         self.reach(to);

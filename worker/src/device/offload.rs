@@ -1,52 +1,66 @@
-//! Where the optimizer's state lives: memory of the device, memory of the host beside it, or a mapped file. An optimizer
-//! allocates its state there, and puts what touches it on a stream. An update is element by element, so cutting it changes
-//! no bit.
+//! Where the state of a rank lives: memory of the device, memory of the host beside it, or a mapped file. The optimizer
+//! allocates its state there, and under ZeRO-3 parameters and gradients may lie there too (`train.offload`). Whoever has
+//! state there puts what touches it on a stream. These operations work element by element, so cutting them changes no bit.
 //!
-//! - A file is gone through piece by piece, so that no more than a piece of each slot is resident. The kernel reads ahead of
-//!   the update and writes back behind it; what it keeps of the file beyond that is cache, which gives way where memory is
-//!   needed.
-//! - Beside a device with memory of its own (ZeRO-Offload, Ren et al. 2021) state and masters never cross. An update brings
-//!   gradients to the host piece by piece, updates there, and takes the parameters back; pieces overlap, and the host goes on
-//!   meanwhile ([`HostPipeline`]). The kernel is the processor's: the numbers are those of a run without a device.
+//! - A file is gone through piece by piece, so that no more than a piece of each array is resident. The kernel reads ahead
+//!   of an operation and writes back behind it; what it keeps of the file beyond that is cache, which gives way where memory
+//!   is needed.
+//! - State beside a device with memory of its own (ZeRO-Offload, Ren et al. 2021; ZeRO-Infinity, Rajbhandari et al. 2021) is
+//!   worked on there. Only what the device makes or reads crosses, piece by piece: gradients to the host, parameters back.
+//!   Pieces overlap, and the host goes on meanwhile ([`HostPipeline`]). The kernel is the processor's: the numbers are those
+//!   of a run without a device.
 
+use std::fmt;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-use crate::device::{
-    Arena, ArenaSpec, Buffer, CpuDevice, DType, Device, DeviceError, FileMemory, HostMemory, HostPass,
-    HostPipeline, Stream, copy_same_length,
+use super::cpu::CpuDevice;
+use super::host_work::{HostPass, HostPipeline};
+use super::{
+    Arena, ArenaSpec, Buffer, Device, DeviceError, FileMemory, HostMemory, Stream, copy_same_length,
 };
-use crate::ops::{Cast, HostUpdate, Op, Update, cast_bytes};
+use crate::ops::{CHUNK, Cast, ColumnSum, HostUpdate, Op, SquaredNorm, Update};
 
-/// Elements of one piece of an update: large enough that copies run at full speed, small enough that the gradients of
+/// Elements of one piece of an operation: large enough that copies run at full speed, small enough that the gradients of
 /// the next piece arrive while it is in the processor's caches.
 pub const PIECE: usize = 1 << 20;
 
 /// Hint if the file cannot be created.
 const HINT: &str =
-    "`train.offload.dir` must be a directory with room for the optimizer state of all ranks of the node";
+    "`train.offload.dir` must be a directory with room for the offloaded state of all ranks of the node";
 
-/// Allocates the optimizer's state, and puts what touches it on a stream.
+/// Allocates state, and puts what touches it on a stream.
 pub struct StateMemory {
     device: Arc<dyn Device>,
     location: StateLocation,
 }
 
 enum StateLocation {
-    /// Beside the parameters.
-    Device,
+    /// On the device, which may stand for another place in a plan.
+    Device(StatePlace),
     Host(HostState),
     /// Files without a name in this folder.
     File(PathBuf),
 }
 
-/// Bytes of state and masters by where they are.
+/// The memory that holds state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StatePlace {
+    /// That of the device.
+    Device,
+    /// That of the host, beside a device with memory of its own.
+    Host,
+    /// A mapped file.
+    File,
+}
+
+/// Bytes of state by where they are.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StateBytes {
-    /// In memory of the device: of a file, what an update keeps resident.
+    /// In memory of the device: of a file, what an operation keeps resident.
     pub device: usize,
     /// In memory of the host beside a device with memory of its own, and page-locked memory for the way there.
     pub host: usize,
@@ -54,20 +68,29 @@ pub struct StateBytes {
     pub file: usize,
 }
 
+impl fmt::Debug for StateMemory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?} of {}", self.place(), self.device.name())
+    }
+}
+
 impl StateMemory {
     /// In the device's memory.
     pub const fn on_device(device: Arc<dyn Device>) -> Self {
-        let location = StateLocation::Device;
+        Self::planned(device, StatePlace::Device)
+    }
+
+    /// In the memory of an idle device, counted as if it were in another place.
+    pub const fn planned(device: Arc<dyn Device>, place: StatePlace) -> Self {
+        let location = StateLocation::Device(place);
         Self { device, location }
     }
 
     /// In memory of the host, with so many threads for updates, in pieces of so many elements. In the device's memory
     /// where that is the host's.
     pub fn on_host(device: Arc<dyn Device>, threads: usize, piece: usize) -> Result<Self, DeviceError> {
-        // The largest pass brings gradients and a factor in f32, and takes parameters in f32.
-        let slot = 2 * piece * size_of::<f32>() + 4096;
-        let location = match HostPipeline::new(&device, slot)? {
-            None => StateLocation::Device,
+        let location = match HostPipeline::new(&device, slot_bytes(piece))? {
+            None => StateLocation::Device(StatePlace::Device),
             Some(pipeline) => StateLocation::Host(HostState {
                 host: Arc::new(CpuDevice::new(threads)?),
                 pipeline,
@@ -84,34 +107,52 @@ impl StateMemory {
         Self { device, location }
     }
 
-    /// The device that the parameters are on.
+    /// The device that computes.
     pub const fn device(&self) -> &Arc<dyn Device> {
         &self.device
+    }
+
+    /// The memory that holds what is allocated here.
+    pub const fn place(&self) -> StatePlace {
+        match self.location {
+            StateLocation::Device(place) => place,
+            StateLocation::Host(_) => StatePlace::Host,
+            StateLocation::File(_) => StatePlace::File,
+        }
     }
 
     /// State on the host beside a device with memory of its own: the device does not reach it.
     pub const fn host_state(&self) -> Option<&HostState> {
         match &self.location {
             StateLocation::Host(state) => Some(state),
-            StateLocation::Device | StateLocation::File(_) => None,
+            StateLocation::Device(_) | StateLocation::File(_) => None,
         }
     }
 
-    /// Where so many bytes of state and masters are.
-    pub fn bytes(&self, state: usize) -> StateBytes {
-        let [device, host, file] = match &self.location {
-            StateLocation::Device => [state, 0, 0],
-            StateLocation::Host(on_host) => [0, state + on_host.staging_bytes(), 0],
-            // A piece of the masters and of two slots, the most that there are, and the next.
-            StateLocation::File(_) => [state.min(2 * 3 * PIECE * size_of::<f32>()), 0, state],
+    /// Where so many bytes of state are, in arrays of which one operation touches so many at a time.
+    pub fn bytes(&self, state: usize, arrays: usize) -> StateBytes {
+        let [device, host, file] = match self.place() {
+            StatePlace::Device => [state, 0, 0],
+            StatePlace::Host => [0, state, 0],
+            // A piece of each array, and the next.
+            StatePlace::File => [state.min(2 * arrays * PIECE * size_of::<f32>()), 0, state],
         };
         StateBytes { device, host, file }
+    }
+
+    /// Page-locked memory through which pieces go.
+    pub fn staging_bytes(&self) -> usize {
+        match (self.place(), self.host_state()) {
+            (StatePlace::Host, Some(state)) => state.pipeline.staging_bytes(),
+            (StatePlace::Host, None) => HostPipeline::SLOTS * slot_bytes(PIECE),
+            _ => 0,
+        }
     }
 
     /// Zeroed private memory for state.
     pub fn alloc(&self, spec: &ArenaSpec) -> Result<Arena, DeviceError> {
         match &self.location {
-            StateLocation::Device => self.device.alloc(spec),
+            StateLocation::Device(_) => self.device.alloc(spec),
             StateLocation::Host(state) => state.alloc(spec),
             StateLocation::File(dir) => {
                 let memory = FileMemory::create(dir, &spec.name, spec.bytes(), HINT)?;
@@ -120,16 +161,17 @@ impl StateMemory {
         }
     }
 
-    /// Puts updates and conversions at the end of a stream, in this order.
+    /// Puts operations at the end of a stream, in this order. Those on state are updates, conversions, sums of two arrays
+    /// and squared norms.
     pub fn enqueue_all(&self, stream: Stream, ops: Vec<Op>) {
         match &self.location {
-            StateLocation::Device => self.device.enqueue_all(stream, ops),
+            StateLocation::Device(_) => self.device.enqueue_all(stream, ops),
             StateLocation::Host(state) => state.enqueue_all(self.device.as_ref(), stream, ops),
-            StateLocation::File(_) => ops.into_iter().for_each(|op| self.by_piece(stream, op)),
+            StateLocation::File(_) => ops.iter().for_each(|op| self.by_piece(stream, op)),
         }
     }
 
-    /// Puts a copy of `bytes` into a part of the state, or of the parameters, in stream order.
+    /// Puts a copy of `bytes` into a part of the state, or of the device's memory, in stream order.
     pub fn upload(&self, stream: Stream, dst: &Buffer, bytes: &[u8]) {
         match self.held_by(dst) {
             Some(state) => state.upload(stream, dst, bytes),
@@ -144,7 +186,7 @@ impl StateMemory {
         on_host.map_or(Ok(()), |state| state.pipeline.failure())
     }
 
-    /// Synchronises, then returns the bytes of a part of the state, or of the parameters.
+    /// Synchronises, then returns the bytes of a part of the state, or of the device's memory.
     pub fn download(&self, stream: Stream, src: &Buffer) -> Result<Vec<u8>, DeviceError> {
         if self.held_by(src).is_none() {
             return self.device.download(stream, src);
@@ -168,28 +210,28 @@ impl StateMemory {
     }
 
     /// Puts an operation on the stream piece by piece.
-    fn by_piece(&self, stream: Stream, op: Op) {
-        // What may lie in files.
-        let (len, buffers) = match &op {
-            Op::Update(Update { param, slots, .. }) => {
-                (param.len(), slots.iter().chain([param]).cloned().collect())
-            }
-            Op::Cast(Cast { x, out }) => (x.len(), vec![x.clone(), out.clone()]),
-            _ => return self.device.enqueue(stream, op),
+    fn by_piece(&self, stream: Stream, op: &Op) {
+        let pieces: Vec<Op> = match (op, Elementwise::of(op)) {
+            (Op::Update(update), _) => pieces(update.param.len(), PIECE)
+                .map(|piece| update.slice(&piece).into())
+                .collect(),
+            (_, Some(op)) => op.pieces(PIECE).map(|piece| piece.op()).collect(),
+            _ => return self.device.enqueue(stream, op.clone()),
         };
-        for piece in pieces(len, PIECE) {
-            let next = piece.end..len.min(piece.end + PIECE);
-            in_files(&buffers, FileMemory::prefetch, &next);
-            let op = match &op {
-                Op::Update(op) => op.slice(&piece).into(),
-                Op::Cast(op) => op.slice(&piece).into(),
-                other => other.clone(),
-            };
-            self.device.enqueue(stream, op);
+        for (index, piece) in pieces.iter().enumerate() {
+            let next = pieces.get(index + 1);
+            next.into_iter().flat_map(buffers).for_each(prefetch);
+            self.device.enqueue(stream, piece.clone());
             // On a device that runs later this comes early; that costs time, never a number.
-            in_files(&buffers, FileMemory::evict, &piece);
+            buffers(piece).into_iter().for_each(evict);
         }
     }
+}
+
+/// Bytes of a slot of page-locked memory: the largest pass brings gradients and a factor in f32, and takes parameters in
+/// f32.
+const fn slot_bytes(piece: usize) -> usize {
+    2 * piece * size_of::<f32>() + 4096
 }
 
 /// Ranges of `most` elements, and what is left.
@@ -199,22 +241,73 @@ fn pieces(len: usize, most: usize) -> impl Iterator<Item = Range<usize>> {
 }
 
 /// What of `buffer` lies in a file need not be resident for a while; other memory stays. To be called behind each part of
-/// the state that is read or written outside an update.
+/// the state that is read or written outside an operation.
 pub fn evict(buffer: &Buffer) {
-    in_files(
-        std::slice::from_ref(buffer),
-        FileMemory::evict,
-        &(0..buffer.len()),
-    );
+    if let Some(memory) = buffer.arena().memory_as::<FileMemory>() {
+        memory.evict(buffer.start()..buffer.start() + buffer.bytes());
+    }
 }
 
-/// `visit`s the bytes that elements `range` of each buffer are, where they lie in files.
-fn in_files(buffers: &[Buffer], visit: impl Fn(&FileMemory, Range<usize>), range: &Range<usize>) {
-    for buffer in buffers {
-        if let Some(memory) = buffer.arena().memory_as::<FileMemory>() {
-            let byte = |element: usize| buffer.start() + element * buffer.dtype().bytes();
-            visit(memory, byte(range.start)..byte(range.end));
+/// What of `buffer` lies in a file will be wanted soon; other memory is there.
+pub fn prefetch(buffer: &Buffer) {
+    if let Some(memory) = buffer.arena().memory_as::<FileMemory>() {
+        memory.prefetch(buffer.start()..buffer.start() + buffer.bytes());
+    }
+}
+
+/// What of an operation may lie in files.
+fn buffers(op: &Op) -> Vec<&Buffer> {
+    match op {
+        Op::Update(op) => {
+            let arrays = op.slots.iter().chain(&op.copy);
+            arrays.chain([&op.param, &op.grad]).collect()
         }
+        Op::Cast(Cast { x, out }) | Op::ColumnSum(ColumnSum { x, out, .. }) => vec![x, out],
+        Op::SquaredNorm(SquaredNorm { x, .. }) => vec![x],
+        _ => Vec::new(),
+    }
+}
+
+/// An operation that makes each element of `out` of the one at its place in `x`, or of a chunk of `x`.
+struct Elementwise {
+    x: Buffer,
+    out: Buffer,
+    /// Elements of `x` for one of `out`.
+    each: usize,
+    of: fn(Buffer, Buffer) -> Op,
+}
+
+impl Elementwise {
+    fn of(op: &Op) -> Option<Self> {
+        let (x, out, each, of): (_, _, _, fn(Buffer, Buffer) -> Op) = match op {
+            Op::Cast(Cast { x, out }) => (x, out, 1, |x, out| Cast { x, out }.into()),
+            Op::ColumnSum(ColumnSum { x, out, accumulate }) if *accumulate && x.len() == out.len() => {
+                (x, out, 1, |x, out| {
+                    let accumulate = true;
+                    ColumnSum { x, out, accumulate }.into()
+                })
+            }
+            Op::SquaredNorm(SquaredNorm { x, partials }) => (x, partials, CHUNK, |x, partials| {
+                SquaredNorm { x, partials }.into()
+            }),
+            _ => return None,
+        };
+        let (x, out) = (x.clone(), out.clone());
+        Some(Self { x, out, each, of })
+    }
+
+    /// Parts of about `most` elements.
+    fn pieces(&self, most: usize) -> impl Iterator<Item = Self> {
+        let each = self.each;
+        pieces(self.x.len(), most.next_multiple_of(each)).map(move |range| Self {
+            out: self.out.slice(range.start / each..range.end.div_ceil(each)),
+            x: self.x.slice(range),
+            ..*self
+        })
+    }
+
+    fn op(self) -> Op {
+        (self.of)(self.x, self.out)
     }
 }
 
@@ -227,18 +320,13 @@ pub struct HostState {
 }
 
 impl HostState {
-    /// Page-locked memory of the host through which pieces go.
-    pub const fn staging_bytes(&self) -> usize {
-        self.pipeline.staging_bytes()
-    }
-
     /// Threads that update.
     pub fn threads(&self) -> usize {
         self.host.cpu().threads()
     }
 
     /// All of it is there on return.
-    pub(super) fn alloc(&self, spec: &ArenaSpec) -> Result<Arena, DeviceError> {
+    fn alloc(&self, spec: &ArenaSpec) -> Result<Arena, DeviceError> {
         HostMemory::check_room(&spec.name, spec.bytes(), 1)?;
         let arena = self.host.alloc(spec)?;
         // The system gives the pages now, not in the middle of the first step.
@@ -249,24 +337,23 @@ impl HostState {
 
     /// Puts operations that touch the state on the stream, others on that of the device. Updates that are given together
     /// overlap, and share passes where they are neighbours.
-    pub(super) fn enqueue_all(&self, device: &dyn Device, stream: Stream, ops: Vec<Op>) {
+    fn enqueue_all(&self, device: &dyn Device, stream: Stream, ops: Vec<Op>) {
         let (mut updates, mut passes) = (Vec::new(), Vec::new());
         for op in ops {
-            match op {
-                Op::Update(op) if self.holds(&op.param) => updates.push(op),
-                Op::Cast(op) if self.holds(&op.x) || self.holds(&op.out) => {
-                    passes.extend(pieces(op.x.len(), self.piece).map(|piece| self.convert(op.slice(&piece))));
-                }
-                other => device.enqueue(stream, other),
+            let parts = Elementwise::of(&op).filter(|op| self.holds(&op.x) || self.holds(&op.out));
+            match (op, parts) {
+                (Op::Update(op), _) if self.holds(&op.param) => updates.push(op),
+                (_, Some(op)) => passes.extend(op.pieces(self.piece).map(|piece| self.pass(piece))),
+                (other, None) => device.enqueue(stream, other),
             }
         }
         let pieces = UpdatePiece::all(&updates, self.piece).into_iter();
-        passes.extend(pieces.map(|piece| piece.pass(&self.host)));
+        passes.extend(pieces.map(|piece| piece.pass(self)));
         self.pipeline.run(stream, passes);
     }
 
     /// Puts a copy of `bytes` into a part of the state, in stream order.
-    pub(super) fn upload(&self, stream: Stream, dst: &Buffer, bytes: &[u8]) {
+    fn upload(&self, stream: Stream, dst: &Buffer, bytes: &[u8]) {
         let (state, bytes) = (dst.clone(), bytes.to_vec());
         let pass = HostPass {
             inputs: Vec::new(),
@@ -277,28 +364,25 @@ impl HostState {
     }
 
     /// True if this was allocated here.
-    pub(super) fn holds(&self, buffer: &Buffer) -> bool {
+    fn holds(&self, buffer: &Buffer) -> bool {
         self.state.lock().iter().any(|arena| arena.same(buffer.arena()))
     }
 
-    /// A conversion between state and memory of the device.
-    fn convert(&self, Cast { x, out }: Cast) -> HostPass {
-        let host = self.host.clone();
-        let (from, to) = (x.dtype(), out.dtype());
-        if self.holds(&x) {
-            return HostPass {
-                inputs: Vec::new(),
-                outputs: vec![out],
-                work: Box::new(move |_, written| {
-                    cast_bytes(host.cpu(), from, &x.host_bytes()?, to, written[0])
-                }),
-            };
-        }
+    /// The buffer, if it is a part of the state. Work of the host keeps no other: a thread of the driver drops it.
+    fn kept(&self, buffer: &Buffer) -> Option<Buffer> {
+        self.holds(buffer).then(|| buffer.clone())
+    }
+
+    /// An operation on state alone, or between state and memory of the device.
+    fn pass(&self, Elementwise { x, out, of, .. }: Elementwise) -> HostPass {
+        let (host, kept_x, kept_out) = (self.host.clone(), self.kept(&x), self.kept(&out));
         HostPass {
-            inputs: vec![x],
-            outputs: Vec::new(),
-            work: Box::new(move |read, _| {
-                cast_bytes(host.cpu(), from, read[0], to, &mut out.host_bytes_mut()?)
+            inputs: if kept_x.is_some() { vec![] } else { vec![x] },
+            outputs: if kept_out.is_some() { vec![] } else { vec![out] },
+            work: Box::new(move |read, written| {
+                let x = kept_x.unwrap_or_else(|| read[0].clone());
+                let out = kept_out.unwrap_or_else(|| written[0].clone());
+                of(x, out).run(host.cpu())
             }),
         }
     }
@@ -306,7 +390,7 @@ impl HostState {
 
 /// Elements that lie side by side in gradients, parameters and state, and the updates of parts of them.
 struct UpdatePiece {
-    /// Gradients, masters, and the parameters on the device.
+    /// Gradients, masters, and the parameters that follow them: the masters themselves where they are no copy.
     buffers: [Buffer; 3],
     updates: Vec<(Range<usize>, Update)>,
 }
@@ -333,7 +417,7 @@ impl UpdatePiece {
 
     fn of(update: Update) -> Self {
         Self {
-            buffers: buffers(&update).map(Buffer::clone),
+            buffers: updated(&update).map(Buffer::clone),
             updates: vec![(0..update.param.len(), update)],
         }
     }
@@ -341,7 +425,7 @@ impl UpdatePiece {
     /// How many elements of `op`, from its element `start` on, can join. None if it does not follow with the same
     /// distance everywhere; if it does, what lies between belongs to no parameter.
     fn room_for(&self, op: &Update, start: usize, most: usize) -> Option<usize> {
-        let mut gaps = self.buffers.iter().zip(buffers(op)).map(|(own, next)| {
+        let mut gaps = self.buffers.iter().zip(updated(op)).map(|(own, next)| {
             let gap = (next.range().start + start).checked_sub(own.range().end);
             gap.filter(|_| own.arena().same(next.arena()))
         });
@@ -364,37 +448,40 @@ impl UpdatePiece {
 
     /// The last operation reads all masters of the piece: where an update is skipped, and between two, parameters
     /// become what they are.
-    fn pass(self, host: &Arc<CpuDevice>) -> HostPass {
+    fn pass(self, state: &HostState) -> HostPass {
         let Self { buffers, updates } = self;
         let [grad, param, copy] = buffers;
-        let host = host.clone();
-        let (each, to) = (grad.dtype().bytes(), copy.dtype());
-        let scale = updates[0].1.scale.clone();
-        // The closure keeps no memory of the device: a thread of the driver drops it.
+        let (host, each) = (state.host.clone(), grad.dtype().bytes());
+        let [kept_grad, kept_copy] = [&grad, &copy].map(|buffer| state.kept(buffer));
+        let mut inputs = vec![updates[0].1.scale.clone()];
+        inputs.extend(kept_grad.is_none().then_some(grad));
         let updates: Vec<(Range<usize>, HostUpdate)> = updates
             .into_iter()
             .map(|(range, update)| (range, update.on_host()))
             .collect();
         HostPass {
-            inputs: vec![grad, scale],
-            outputs: vec![copy],
+            inputs,
+            outputs: kept_copy.is_none().then_some(copy).into_iter().collect(),
             work: Box::new(move |read, written| {
-                let scale = read[1].chunks_exact(size_of::<f32>());
-                let scale: Vec<f32> = scale.map(bytemuck::pod_read_unaligned).collect();
+                let scale = read[0].host::<f32>()?;
+                let grads = kept_grad.as_ref().unwrap_or_else(|| &read[1]).host_bytes()?;
                 for (range, update) in &updates {
-                    let grad = &read[0][range.start * each..range.end * each];
+                    let grad = &grads[range.start * each..range.end * each];
                     update.run(host.cpu(), grad, None, &scale)?;
                 }
-                cast_bytes(host.cpu(), DType::F32, &param.host_bytes()?, to, written[0])
+                let out = kept_copy.unwrap_or_else(|| written[0].clone());
+                if out.same(&param) {
+                    return Ok(());
+                }
+                Op::from(Cast { x: param, out }).run(host.cpu())
             }),
         }
     }
 }
 
-/// Gradients, masters, and the parameters that an update leaves on the device.
-fn buffers(op: &Update) -> [&Buffer; 3] {
-    let copy = op.copy.as_ref().expect("state on the host has masters");
-    [&op.grad, &op.param, copy]
+/// Gradients, masters, and the parameters that an update leaves: the masters, where they are no copy.
+fn updated(op: &Update) -> [&Buffer; 3] {
+    [&op.grad, &op.param, op.copy.as_ref().unwrap_or(&op.param)]
 }
 
 #[cfg(test)]
