@@ -203,7 +203,7 @@ mod tests {
     use ddp_proto::ids::WorldSize;
 
     use super::*;
-    use crate::config::Pipeline;
+    use crate::config::{Pipeline, Train};
 
     fn mesh(parallel: &Parallel, ranks: u32) -> MeshShape {
         let env = WorkerEnv {
@@ -226,7 +226,7 @@ mod tests {
                 },
                 ..Parallel::default()
             };
-            ShardingStrategy::new(&parallel, &Offload::default(), 1, mesh(&parallel, 4)).accumulate
+            ShardingStrategy::new(&parallel, &Train::default().offload, 1, mesh(&parallel, 4)).accumulate
         };
         for strategy in [Strategy::Zero2, Strategy::Zero3] {
             assert_eq!(accumulate(strategy, 1), Some(Accumulate::Sharded));

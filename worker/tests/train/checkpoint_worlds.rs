@@ -180,6 +180,13 @@ fn a_run_goes_on_with_the_same_bits_whatever_it_is_made_of() {
         c.parallel.strategy = Strategy::Zero1;
         c.train.offload.optimizer = OffloadTarget::File;
     });
+    for ranks in [1, 2] {
+        goes_on_as_undisturbed("parameters in a file", ranks, |c| {
+            c.parallel.strategy = Strategy::Zero3;
+            c.train.offload.optimizer = OffloadTarget::File;
+            c.train.offload.parameters = OffloadTarget::File;
+        });
+    }
     for kind in [OptimizerKind::Lion, OptimizerKind::Sgd, OptimizerKind::Muon] {
         goes_on_as_undisturbed(&format!("{kind:?}"), 2, |c| {
             c.parallel.strategy = Strategy::Zero2;

@@ -1,10 +1,16 @@
-//! `train.offload.optimizer: host`: the optimizer's state in memory of the host beside a device with memory of its own.
+//! `train.offload`: state in memory of the host beside a device with memory of its own, or in a file; the optimizer's, and
+//! under `zero3` parameters and gradients too.
 
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 use crate::train_support::deferred::DeferredDevice;
+use crate::train_support::probed::{Moment, ProbedDevice};
 use crate::train_support::{Job, Trained};
-use ddp_worker::config::{OffloadTarget, OnNonFinite, Precision, Resume, Strategy, TrainConfig};
+use crate::zero_worlds::resident;
+use ddp_worker::config::{
+    Accumulate, OffloadTarget, OnNonFinite, Precision, Recompute, Resume, ShardGroup, Strategy, TrainConfig,
+};
 use ddp_worker::device::{
     Arena, ArenaSpec, Buffer, CpuDevice, DType, Device, DeviceError, StateMemory, Stream,
 };
@@ -329,4 +335,126 @@ fn bytes_reach_the_state_in_the_order_of_the_stream() {
     state.upload(stream, &masters, bytemuck::cast_slice(&[1.0_f32, 2.0, 3.0, 4.0]));
     let bytes = state.download(stream, &masters).unwrap();
     assert_eq!(bytemuck::cast_slice::<u8, f32>(&bytes), [1.0, 2.0, 3.0, 4.0]);
+}
+
+/// As [`train`], with parameters and gradients in the same place.
+fn train_offloaded(job: &mut Job, home: OffloadTarget, world: u32) -> Trained {
+    let offload = &mut job.config.train.offload;
+    (offload.optimizer, offload.parameters) = (home, home);
+    job.device = (home == OffloadTarget::Host).then(|| -> crate::train_support::DeviceOf {
+        Box::new(|_| Arc::new(DeferredDevice::beside_host_with_parameters()))
+    });
+    job.train(world)
+}
+
+#[test]
+fn offloaded_parameters_train_the_same_numbers_and_go_on_anywhere() {
+    use OffloadTarget::{File, Host, None};
+    type Change = fn(&mut TrainConfig);
+    let variants: [(&str, u32, Change); 5] = [
+        // Without offloading it accumulates in place, which rounds otherwise.
+        ("one rank", 1, |_| ()),
+        ("two ranks", 2, |c| c.train.grad_accumulation = 2),
+        ("whole gradients in bf16", 2, |c| {
+            c.train.precision = Precision::Bf16;
+            c.train.grad_accumulation = 2;
+            c.parallel.accumulate = Accumulate::Full;
+        }),
+        ("bf16, small groups persist", 2, |c| {
+            c.train.precision = Precision::Bf16;
+            c.train.grad_accumulation = 2;
+            c.parallel.persist_below = 2000;
+            c.parallel.reshard_after_forward = false;
+        }),
+        ("two copies, two stages", 4, |c| {
+            c.parallel.shard_group = Some(ShardGroup::Ranks(1));
+            c.parallel.pipeline.stages = 2;
+            c.train.grad_accumulation = 2;
+        }),
+    ];
+    for (what, world, change) in variants {
+        // Twice as many steps, the second half resumed from a checkpoint.
+        let run = |[begun, ended]: [OffloadTarget; 2]| {
+            let mut job = job(|c| {
+                c.parallel.strategy = Strategy::Zero3;
+                c.train.eval_every = 2;
+                change(c);
+            });
+            let first = train_offloaded(&mut job, begun, world);
+            job.config.train.steps = 6;
+            (first, train_offloaded(&mut job, ended, world))
+        };
+        let (first, second) = run([None, None]);
+        for homes in [[Host, File], [File, None], [None, Host]] {
+            let what = format!("{what}, {homes:?}");
+            let (begun, ended) = run(homes);
+            assert_same(&first, &begun, &what);
+            assert_same(&second, &ended, &format!("{what}, resumed"));
+            let validations = |trained: &Trained| -> Vec<_> {
+                let lines = trained.metrics.iter();
+                lines.map(|line| line.val_loss.map(f64::to_bits)).collect()
+            };
+            assert_eq!(validations(&second), validations(&ended), "{what}");
+        }
+    }
+}
+
+/// The device holds groups that are gathered or in flight, and activations. Of the rest, which lies in files, no more is
+/// resident than an update of a group touches: not at a start, in a step or during a save.
+#[test]
+fn a_model_whose_state_is_four_times_the_memory_of_the_device_trains() {
+    const LAYERS: usize = 40;
+    let folder = tempfile::tempdir().unwrap();
+    let run = |home: OffloadTarget| {
+        let (allocated, most) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
+        let mut job = job(|c| {
+            c.model.n_layer = LAYERS;
+            c.model.block_size = 4;
+            c.train.recompute = Recompute::Full;
+            c.train.verify_every = 1;
+            c.train.offload.dir = (home == OffloadTarget::File).then(|| folder.path().to_owned());
+            c.parallel.strategy = Strategy::Zero3;
+        });
+        (
+            job.config.train.offload.optimizer,
+            job.config.train.offload.parameters,
+        ) = (home, home);
+        let (dir, bytes, told) = (folder.path().to_owned(), allocated.clone(), most.clone());
+        job.device = Some(Box::new(move |_| {
+            let (dir, bytes, told) = (dir.clone(), bytes.clone(), told.clone());
+            ProbedDevice::telling(Arc::new(move |moment| match moment {
+                Moment::Allocation(more) => drop(bytes.fetch_add(more, Ordering::Relaxed)),
+                _ => drop(told.fetch_max(resident(&dir).1, Ordering::Relaxed)),
+            }))
+        }));
+        let trained = [2, 4].map(|steps| {
+            job.config.train.steps = steps;
+            allocated.store(0, Ordering::Relaxed);
+            job.train(1)
+        });
+        (
+            trained,
+            allocated.load(Ordering::Relaxed),
+            most.load(Ordering::Relaxed),
+        )
+    };
+    let (expected, ..) = run(OffloadTarget::None);
+    let (found, device, most) = run(OffloadTarget::File);
+    for (expected, found) in expected.iter().zip(&found) {
+        assert_same(expected, found, "in files");
+    }
+    let memory = found[1].metrics[0].memory;
+    let state = (memory.params_file + memory.optimizer_file) as usize;
+    assert!(state > 30 << 20, "{state}");
+    assert!(
+        device * 4 <= state,
+        "{device} bytes on the device, {state} of state"
+    );
+    // Each of the four arrays: a layer, and what the kernel maps around it.
+    let layer = state / 4 / LAYERS;
+    assert!(
+        most <= 4 * (layer + (128 << 10)),
+        "{most} bytes of {state} were resident"
+    );
+    assert!(most >= 2 * layer, "{most} bytes of layers of {layer} were seen");
 }

@@ -291,7 +291,7 @@ fn groups_that_persist_and_state_in_a_file_train_the_same_numbers_in_bf16() {
 }
 
 /// Number and resident bytes of the mappings of files in a folder.
-fn resident(folder: &Path) -> (usize, usize) {
+pub(crate) fn resident(folder: &Path) -> (usize, usize) {
     let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();
     let folder = folder.to_str().unwrap();
     let mut found = (0, 0);

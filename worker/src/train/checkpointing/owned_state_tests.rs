@@ -11,7 +11,7 @@ use tempfile::TempDir;
 use super::super::resume::RunSnapshot;
 use super::*;
 use crate::checkpoint::{Reader, Rng, Which, Writer, file_stem};
-use crate::config::{self, Accumulate, Offload, Parallel, Pipeline, ShardGroup, Strategy};
+use crate::config::{self, Accumulate, Parallel, Pipeline, ShardGroup, Strategy, Train};
 use crate::mesh::{Axis, GRADIENTS, MeshShape};
 use crate::model::{self, AxisRole, Model, ModelPart};
 use crate::parallel::{GradientLayout, LayoutConfig};
@@ -300,7 +300,7 @@ impl Trained {
             .for_each(|spec| (self.cut.iter()).for_each(|&axis| spec.roles[axis as usize] = AxisRole::Cut));
         let config = LayoutConfig::of(&self.parallel, mesh.size(&GRADIENTS));
         let layout = GradientLayout::of_model(&model, &config).unwrap();
-        let strategy = ShardingStrategy::new(&self.parallel, &Offload::default(), 2, mesh);
+        let strategy = ShardingStrategy::new(&self.parallel, &Train::default().offload, 2, mesh);
         let sharding = strategy.sharding(&layout, rank);
         let roles = |id: ParamId| &model.params[id.0].roles;
         let groups: BTreeSet<Vec<usize>> = (model.params.iter())

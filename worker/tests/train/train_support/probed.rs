@@ -1,4 +1,4 @@
-//! A CPU that tells before each allocation, forward pass and download, for measurements at well-defined moments.
+//! A CPU that tells before each allocation, forward pass and download, and behind each update, for measurements at well-defined moments.
 
 use std::sync::Arc;
 
@@ -15,6 +15,8 @@ pub enum Moment {
     Allocation(usize),
     /// A download: a save makes one for each part of what it writes.
     Download,
+    /// The release of what an update has touched: all of it is resident.
+    Updated,
 }
 
 /// Is told.
@@ -42,6 +44,10 @@ impl Hooks for ProbedDevice {
         if matches!(op, Op::EncoderForward(_)) {
             (self.0)(Moment::Forward);
         }
+        let is_update = matches!(op, Op::Update(_));
         cpu.enqueue(stream, op);
+        if is_update {
+            (self.0)(Moment::Updated);
+        }
     }
 }
