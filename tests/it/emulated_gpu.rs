@@ -168,6 +168,10 @@ fn ranks_on_nccl_train_as_one_on_the_processor() {
         (2, "parallel.strategy=zero2 train.offload.optimizer=host"),
         (
             2,
+            "parallel.strategy=zero3 train.offload.optimizer=host train.offload.parameters=host",
+        ),
+        (
+            2,
             "parallel.strategy=zero1 train.micro_batch=1 train.grad_accumulation=2",
         ),
     ] {

@@ -93,7 +93,14 @@ fn machines_and_data_need_not_be_here() {
         "train.yaml --memory 12GB --nproc-per-node 2".split(' '),
     )
     .expect_exit(0)
-    .expect_stdout("No strategy fits into 9.3 GiB, not even with recomputation and an offloaded optimizer");
+    .expect_stdout("No strategy fits into 9.3 GiB as configured. `zero3` needs")
+    .expect_stdout("--set train.offload.optimizer=host --set train.offload.parameters=host");
+    plan(
+        dir.path(),
+        "train.yaml --memory 3GB --nproc-per-node 2".split(' '),
+    )
+    .expect_exit(0)
+    .expect_stdout("not even with recomputation and offloaded state");
 }
 
 /// Tables of papers: 16 bytes per parameter, in GB; and what one collective costs.

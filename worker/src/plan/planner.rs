@@ -223,16 +223,16 @@ mod tests {
     }
 
     #[test]
-    fn an_adjustment_recomputes_and_then_offloads() {
+    fn an_adjustment_recomputes_and_then_offloads_the_optimizer_and_then_all_state() {
         let size = "train.micro_batch=4";
-        for (memory, offloads) in [(26, false), (20, true)] {
+        for (memory, offloads) in [(26, 0), (20, 1), (9, 2)] {
             let comparison = Comparison::of(&config(&[size]), &machines(memory * GB)).unwrap();
             let Some(Advice::Change(Some(found))) = comparison.advice else {
                 panic!("{memory} GB: {:?}", comparison.advice);
             };
             let FoundLayout { candidate, settings } = *found;
-            let is_offload = |setting: &String| setting == "train.offload.optimizer=host";
-            assert_eq!(settings.iter().any(is_offload), offloads, "{settings:?}");
+            let is_offload = |setting: &&String| setting.starts_with("train.offload.");
+            assert_eq!(settings.iter().filter(is_offload).count(), offloads, "{settings:?}");
             let overrides = settings.iter().map(String::as_str).chain([size]);
             let changed = config(&overrides.collect::<Vec<_>>());
             let changed = Comparison::of(&changed, &machines(memory * GB)).unwrap();
@@ -243,7 +243,7 @@ mod tests {
                 "{settings:?}"
             );
         }
-        let comparison = Comparison::of(&config(&[size]), &machines(5 * GB)).unwrap();
+        let comparison = Comparison::of(&config(&[size]), &machines(2 * GB)).unwrap();
         assert_eq!(comparison.advice, Some(Advice::Change(None)));
     }
 

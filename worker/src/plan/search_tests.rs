@@ -165,9 +165,9 @@ fn seventy_billion_parameters_fit_on_8_gpus_of_80_gb() {
         panic!("{advice:?}");
     };
     let expected = [
-        "parallel.reduce_dtype=bf16",
         "parallel.strategy=zero3",
         "train.offload.optimizer=host",
+        "train.offload.parameters=host",
         "train.recompute=full",
     ];
     assert_eq!(found.settings, expected);

@@ -16,6 +16,7 @@ use ddp_worker::device::{
 };
 use ddp_worker::ops::{Op, Rates, Runs, Update};
 use ddp_worker::optim::adamw;
+use ddp_worker::plan::Estimate;
 use half::bf16;
 
 /// Large enough that every rank owns parameters, in several units.
@@ -337,14 +338,50 @@ fn bytes_reach_the_state_in_the_order_of_the_stream() {
     assert_eq!(bytemuck::cast_slice::<u8, f32>(&bytes), [1.0, 2.0, 3.0, 4.0]);
 }
 
+/// What a rank holds is what `plan` says, to 2 %.
+fn assert_planned(job: &Job, world: u32, trained: &Trained) {
+    let planned = Estimate::of(&job.config, &job.env(0, world)).unwrap().held;
+    let [host, file] = planned.offloaded_params;
+    let planned = [
+        planned.params,
+        planned.gathered,
+        planned.grads,
+        planned.optimizer,
+        planned.activations,
+    ]
+    .into_iter()
+    .chain(planned.offloaded)
+    .chain([host, file]);
+    let held = trained.metrics.last().unwrap().memory;
+    let held = [
+        held.params,
+        held.gathered,
+        held.grads,
+        held.optimizer,
+        held.activations,
+        held.optimizer_host,
+        held.optimizer_file,
+        held.params_host,
+        held.params_file,
+    ];
+    for (planned, held) in planned.zip(held) {
+        assert!(planned.abs_diff(held) * 50 <= held, "{planned} planned of {held}");
+    }
+}
+
 /// As [`train`], with parameters and gradients in the same place.
 fn train_offloaded(job: &mut Job, home: OffloadTarget, world: u32) -> Trained {
     let offload = &mut job.config.train.offload;
     (offload.optimizer, offload.parameters) = (home, home);
+    // Whole gradients stay on the device.
+    let is_full = job.config.parallel.accumulate == Accumulate::Full;
+    let arenas = if is_full { &["parameters"][..] } else { &["parameters", "gradients"] };
     job.device = (home == OffloadTarget::Host).then(|| -> crate::train_support::DeviceOf {
-        Box::new(|_| Arc::new(DeferredDevice::beside_host_with_parameters()))
+        Box::new(|_| Arc::new(DeferredDevice::beside_host_with(arenas)))
     });
-    job.train(world)
+    let trained = job.train(world);
+    assert_planned(job, world, &trained);
+    trained
 }
 
 #[test]
@@ -369,6 +406,7 @@ fn offloaded_parameters_train_the_same_numbers_and_go_on_anywhere() {
         ("two copies, two stages", 4, |c| {
             c.parallel.shard_group = Some(ShardGroup::Ranks(1));
             c.parallel.pipeline.stages = 2;
+            c.parallel.accumulate = Accumulate::Full;
             c.train.grad_accumulation = 2;
         }),
     ];
@@ -422,15 +460,20 @@ fn a_model_whose_state_is_four_times_the_memory_of_the_device_trains() {
         let (dir, bytes, told) = (folder.path().to_owned(), allocated.clone(), most.clone());
         job.device = Some(Box::new(move |_| {
             let (dir, bytes, told) = (dir.clone(), bytes.clone(), told.clone());
+            let moments = AtomicUsize::new(0);
             ProbedDevice::telling(Arc::new(move |moment| match moment {
                 Moment::Allocation(more) => drop(bytes.fetch_add(more, Ordering::Relaxed)),
+                // To ask the kernel takes long.
+                _ if moments.fetch_add(1, Ordering::Relaxed) % 7 != 0 => {}
                 _ => drop(told.fetch_max(resident(&dir).1, Ordering::Relaxed)),
             }))
         }));
         let trained = [2, 4].map(|steps| {
             job.config.train.steps = steps;
             allocated.store(0, Ordering::Relaxed);
-            job.train(1)
+            let trained = job.train(1);
+            assert_planned(&job, 1, &trained);
+            trained
         });
         (
             trained,

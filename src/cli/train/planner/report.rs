@@ -241,7 +241,7 @@ fn advice(comparison: &Comparison, machines: &Machines, context: &Context) -> St
             format!("Of the strategies that fit, `parallel.strategy: {taken}` sends least.\n")
         }
         Advice::Change(None) => format!(
-            "No strategy fits into {}, not even with recomputation and an offloaded optimizer: use a smaller `train.micro_batch` or more nodes.\n",
+            "No strategy fits into {}, not even with recomputation and offloaded state: use a smaller `train.micro_batch` or more nodes.\n",
             bytes(memory)
         ),
         Advice::Change(Some(found)) => format!(
@@ -448,7 +448,7 @@ mod tests {
         ] {
             let offloaded = format!("train: {{micro_batch: 1, offload: {{optimizer: {home}}}}}");
             let text = plan(&offloaded, "none", [1, 2], 1.0);
-            assert!(text.contains(row) && text.contains("60.1 GiB"), "{text}");
+            assert!(text.contains(row) && text.contains("60.1 GiB"), "{home} {text}");
         }
     }
 

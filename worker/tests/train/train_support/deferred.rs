@@ -18,14 +18,8 @@ use ddp_worker::ops::Op;
 /// Longer than anything takes on a loaded machine.
 const PATIENCE: Duration = Duration::from_mins(10);
 
-/// Arenas that lie on the host, if there is one beside the device; the last ones if parameters are offloaded too.
-const STATE: [&str; 5] = [
-    "exp_avg",
-    "exp_avg_sq",
-    "master weights",
-    "parameters",
-    "gradients",
-];
+/// Arenas that lie on the host, if there is one beside the device.
+const STATE: [&str; 3] = ["exp_avg", "exp_avg_sq", "master weights"];
 
 /// See the module.
 pub struct DeferredDevice {
@@ -41,7 +35,7 @@ pub struct DeferredDevice {
     /// Where there is a host beside it: what was allocated there.
     beside: Option<Mutex<Vec<Arena>>>,
     /// Names of arenas that the device does not reach.
-    on_host: &'static [&'static str],
+    on_host: Vec<&'static str>,
 }
 
 /// A stream. Whoever waits for a point in it runs what comes before, unless somebody else is at it.
@@ -82,7 +76,7 @@ impl DeferredDevice {
             hurries: false,
             sound_products: None,
             beside: None,
-            on_host: &[],
+            on_host: Vec::new(),
         }
     }
 
@@ -106,15 +100,15 @@ impl DeferredDevice {
     pub fn beside_host() -> Self {
         Self {
             beside: Some(Mutex::default()),
-            on_host: &STATE[..3],
+            on_host: STATE.to_vec(),
             ..Self::new()
         }
     }
 
-    /// The same where parameters and gradients lie on the host too.
-    pub fn beside_host_with_parameters() -> Self {
+    /// The same where other arenas lie on the host too.
+    pub fn beside_host_with(arenas: &[&'static str]) -> Self {
         Self {
-            on_host: &STATE,
+            on_host: [&STATE, arenas].concat(),
             ..Self::beside_host()
         }
     }
