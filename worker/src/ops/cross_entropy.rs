@@ -11,7 +11,7 @@
 use super::cpu::kernel::{Real, by_dtype, kernel, ln, max_of, sum_map};
 use super::cpu::stored::Stored;
 use super::cuda::plan::{Call, Plan, count, element, expect_dtype, kernels};
-use super::{Cpu, Isa, Operation, VocabularyPart, expect_len, expect_tokens};
+use super::{Cpu, Isa, Operation, VocabularyPart, expect_indices, expect_len};
 use crate::cuda::{Define, Grid, KernelSource};
 use crate::memory::{Buffer, DType, DeviceError};
 
@@ -76,7 +76,7 @@ impl CrossEntropy {
     fn compute<S: Stored>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
         let targets = self.targets.host::<i32>()?;
         let vocab = self.vocabulary()?;
-        expect_tokens(Self::NAME, "targets", &targets, i32::MIN, vocab)?;
+        expect_indices(Self::NAME, "targets", &targets, i32::MIN, vocab)?;
         let vocab = vocab.max(1);
         let mut losses = self.losses.host_mut::<S::Real>()?;
         let rows = targets.chunks(ROWS).zip(losses.chunks_mut(ROWS));
@@ -210,7 +210,7 @@ impl CrossEntropyPartial {
         let targets = self.targets.host::<i32>()?;
         self.rows()?;
         let part = self.part;
-        expect_tokens(Self::NAME, "targets", &targets, i32::MIN, part.whole)?;
+        expect_indices(Self::NAME, "targets", &targets, i32::MIN, part.whole)?;
         let logits = self.logits.host::<S>()?;
         let mut statistics = self.statistics.host_mut::<S::Real>()?;
         let rows = targets.chunks(ROWS).zip(statistics.chunks_mut(ROWS * STATISTICS));
@@ -302,7 +302,7 @@ impl CrossEntropyCombine {
     fn compute<S: Stored>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
         let targets = self.targets.host::<i32>()?;
         let ([rows, _], part, isa) = (self.sizes()?, self.part, cpu.isa());
-        expect_tokens(Self::NAME, "targets", &targets, i32::MIN, part.whole)?;
+        expect_indices(Self::NAME, "targets", &targets, i32::MIN, part.whole)?;
         let (targets, statistics) = (&*targets, self.statistics.host::<S::Real>()?);
         let statistics = &*statistics;
         let mut losses = self.losses.host_mut::<S::Real>()?;

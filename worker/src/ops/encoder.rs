@@ -12,7 +12,7 @@ use super::cpu::stored::Stored;
 use super::cuda::plan::{
     Call, Plan, Scratch, THREADS, count, element, expect_dtype, grad_defines, kernels, width,
 };
-use super::{Cpu, Fill, Operation, expect_len, expect_tokens};
+use super::{Cpu, Fill, Operation, expect_indices, expect_len};
 use crate::cuda::{Grid, KernelSource};
 use crate::memory::{Buffer, DType, DeviceError};
 
@@ -135,7 +135,7 @@ impl EncoderForward {
     fn compute<S: Stored>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
         let tokens = self.tokens.host::<i32>()?;
         let (channels, part) = self.sizes()?;
-        expect_tokens(Self::NAME, "tokens", &tokens, 0, part.whole)?;
+        expect_indices(Self::NAME, "tokens", &tokens, 0, part.whole)?;
         let wte = self.wte.host::<S>()?;
         let wpe = self.wpe.as_ref().map(Buffer::host::<S>).transpose()?;
         let (tokens, wte, wpe) = (&*tokens, &*wte, wpe.as_deref());
@@ -242,7 +242,7 @@ impl TokenBackward {
     fn compute<S: Stored, G: Stored<Real = S::Real>>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
         let tokens = self.tokens.host::<i32>()?;
         let (channels, part) = self.sizes()?;
-        expect_tokens(Self::NAME, "tokens", &tokens, 0, part.whole)?;
+        expect_indices(Self::NAME, "tokens", &tokens, 0, part.whole)?;
         let dout = self.dout.host::<S>()?;
         let mut dwte = self.dwte.host_mut::<G>()?;
         let dout = &*dout;

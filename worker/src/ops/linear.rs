@@ -211,7 +211,7 @@ fn add_terms<S: Stored>(
 }
 
 /// `out = lhs · rhs`, or `out += …` where `accumulate`. What must be widened is so by blocks of the inner dimension.
-fn multiply<S: Stored>(
+pub(super) fn multiply<S: Stored>(
     isa: Isa,
     out: &mut MatrixMut<'_, S::Real>,
     lhs: Matrix<'_, S>,

@@ -14,6 +14,7 @@
 //! | `row_norm` | [`NormForward`], [`NormBackward`]: layer and root mean square normalisation |
 //! | `attention` | forward and backward, over stretches of keys with [`AttentionMerge`]; [`AttentionDecode`] in generation; [`Rotary`] |
 //! | `batch_norm` | batch normalisation over the rows of several ranks: [`crate::parallel::SyncBatchNorm`] |
+//! | `experts` | [`RouteForward`], [`RouteBackward`]; [`SortByExpert`]; [`GatherRows`], [`CombineBackward`]; [`GroupedLinear`], [`GroupedDweight`] |
 //! | `swiglu` | [`SwigluForward`], [`SwigluBackward`] |
 //! | `cross_entropy` | [`CrossEntropy`]: losses, and in training the gradient too; [`CrossEntropyPartial`] and [`CrossEntropyCombine`], where ranks have a part of the logits each; [`LossSum`] |
 //! | `dropout` | [`Dropout`], and [`DropoutMask`] for it and attention; [`philox()`], random numbers without a state |
@@ -39,6 +40,7 @@ pub mod cuda;
 mod dropout;
 mod elementwise;
 mod encoder;
+mod experts;
 mod linear;
 mod norm;
 mod row_norm;
@@ -58,6 +60,10 @@ pub use cross_entropy::{CrossEntropy, CrossEntropyCombine, CrossEntropyPartial, 
 pub use dropout::{Dropout, DropoutMask, philox};
 pub use elementwise::{Cast, Fill, GeluBackward, GeluForward};
 pub use encoder::{EncoderForward, PositionBackward, TokenBackward, VocabularyPart};
+pub use experts::{
+    CombineBackward, GatherRows, GroupedDweight, GroupedLinear, MergedOrder, RouteBackward, RouteForward,
+    Router, RouterScore, SortByExpert,
+};
 pub use linear::{LinearDinp, LinearDweight, LinearForward, LinearShape, WeightLayout};
 pub use norm::{CHUNK, ClipScale, SquaredNorm, Updates};
 pub(crate) use row_norm::LAYERNORM_EPSILON;
@@ -146,6 +152,7 @@ operations!(
     Cast,
     ClipScale,
     ColumnSum,
+    CombineBackward,
     CopyRows,
     CrossEntropy,
     CrossEntropyCombine,
@@ -153,8 +160,11 @@ operations!(
     Dropout,
     EncoderForward,
     Fill,
+    GatherRows,
     GeluBackward,
     GeluForward,
+    GroupedDweight,
+    GroupedLinear,
     LinearDinp,
     LinearDweight,
     LinearForward,
@@ -163,6 +173,9 @@ operations!(
     NormForward,
     PositionBackward,
     Rotary,
+    RouteBackward,
+    RouteForward,
+    SortByExpert,
     SquaredNorm,
     SwigluBackward,
     SwigluForward,
@@ -193,20 +206,20 @@ pub(crate) fn expect_lens(op: &'static str, buffers: &[(&str, &Buffer, usize)]) 
     buffers.try_for_each(|(name, buffer, len)| expect_len(op, name, buffer.len(), *len))
 }
 
-/// An error that says which token is outside `least..vocab`.
-pub(crate) fn expect_tokens(
+/// An error that says which token, or other index, is outside `least..end`.
+pub(crate) fn expect_indices(
     op: &'static str,
     name: &str,
-    tokens: &[i32],
+    indices: &[i32],
     least: i32,
-    vocab: usize,
+    end: usize,
 ) -> Result<(), DeviceError> {
-    let end = i32::try_from(vocab).unwrap_or(i32::MAX);
-    match tokens.iter().position(|token| !(least..end).contains(token)) {
+    let last = i32::try_from(end).unwrap_or(i32::MAX);
+    match indices.iter().position(|index| !(least..last).contains(index)) {
         None => Ok(()),
         Some(at) => Err(DeviceError::Shape {
             op,
-            what: format!("`{name}[{at}]` is {}, the vocabulary has {vocab}", tokens[at]),
+            what: format!("`{name}[{at}]` is {}, there are {end}", indices[at]),
         }),
     }
 }

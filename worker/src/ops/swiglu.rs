@@ -169,7 +169,7 @@ kernel! {
 /// σ(x)
 #[expect(clippy::inline_always, reason = "compiled for each instruction set")]
 #[inline(always)]
-fn sigmoid<T: Real>(x: T) -> T {
+pub(super) fn sigmoid<T: Real>(x: T) -> T {
     T::ONE / (T::ONE + (-x).exp())
 }
 

@@ -97,6 +97,13 @@ fn norms() {
 }
 
 #[test]
+fn experts() {
+    for start in ["route", "sort", "gather", "combine", "grouped"] {
+        check(start);
+    }
+}
+
+#[test]
 fn encoder() {
     check("encoder");
     check("position");

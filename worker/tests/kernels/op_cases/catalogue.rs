@@ -12,6 +12,7 @@ use ddp_worker::ops::{
 use ddp_worker::optim;
 
 use super::attention::{attention, decode, rotary};
+use super::experts::experts;
 use super::matrix::linear;
 use super::numbers::{numbers, positive, tokens};
 use super::parts::parts;
@@ -50,6 +51,7 @@ pub(crate) fn catalogue(size: Size) -> Vec<Case> {
         decode(size),
         rotary(size),
         parts(size),
+        experts(size),
     ]
     .into_iter()
     .flatten()

@@ -8,6 +8,7 @@
 mod attention;
 pub(crate) mod catalogue;
 mod comparison;
+mod experts;
 pub(crate) mod matrix;
 pub(crate) mod numbers;
 mod parts;

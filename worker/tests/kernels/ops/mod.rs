@@ -6,6 +6,7 @@ mod bf16;
 mod bits;
 mod decoding;
 mod elementwise;
+mod experts;
 mod gradients;
 mod model;
 mod model_gradients;
