@@ -118,6 +118,41 @@ struct Call {
     ptrdiff_t in_place = 0;
 };
 
+// The messages of a thread between the begin and the end of a group, by rank.
+struct Group {
+    int depth = 0;
+    Handle comm = nullptr, stream = nullptr;
+    int type = 0;
+    std::vector<Part> parts;
+
+    static Group &get() {
+        thread_local Group only;
+        return only;
+    }
+
+    // SUCCESS if the message is one more of the group.
+    Result add(const Call &call, const Comm &to, Handle handle, Handle on) {
+        const bool is_first = parts.empty();
+        parts.resize((size_t)to.size);
+        Part &part = parts[(size_t)call.peer];
+        const size_t bytes = call.count * width_of(call.type);
+        const bool sends = call.what == What::send;
+        if ((!is_first && (handle != comm || on != stream || call.type != type)) ||
+            (call.what != What::recv && !sends) || (sends ? part.sent : part.expected)) {
+            complain("%s in a group: of another communicator, stream or type, no message, or the second of its kind",
+                     call.name);
+            return INVALID_USAGE;
+        }
+        comm = handle;
+        stream = on;
+        type = call.type;
+        (sends ? part.sent : part.expected) = bytes;
+        part.from = sends ? (const char *)call.source : part.from;
+        part.to = sends ? part.to : (char *)call.target;
+        return SUCCESS;
+    }
+};
+
 bool overlaps_wrongly(const Call &call, size_t slice) {
     const char *const source = static_cast<const char *>(call.source), *const target = static_cast<char *>(call.target);
     const bool apart = source + call.gives * slice <= target || target + call.gets * slice <= source;
@@ -137,7 +172,7 @@ Result check_call(const Call &call, const Comm &comm, Frame &request) {
         return INVALID_ARGUMENT;
     }
     const bool is_message = call.what == What::send || call.what == What::recv;
-    if (call.peer < 0 || call.peer >= comm.size || (is_message && call.peer == comm.rank)) {
+    if (call.peer < 0 || call.peer >= comm.size || (is_message && call.peer == comm.rank && Group::get().depth == 0)) {
         complain("%s: rank %d is none of %d, or this one", call.name, call.peer, comm.size);
         return INVALID_ARGUMENT;
     }
@@ -186,6 +221,9 @@ Result issue(Call call, Handle handle, Handle stream) {
     result = result == SUCCESS ? check_call(call, *comm, request) : result;
     if (result != SUCCESS || call.count == 0) {
         return result;
+    }
+    if (Group::get().depth > 0) {
+        return Group::get().add(call, *comm, handle, stream);
     }
     // One element only connects, and is waited for.
     if (call.count > 1) {
@@ -375,6 +413,37 @@ API Result ncclRedOpDestroy(int op, Handle handle) {
 }
 
 // Operations.
+
+API Result ncclGroupStart() {
+    Group::get().depth++;
+    return SUCCESS;
+}
+
+API Result ncclGroupEnd() {
+    Group &open = Group::get();
+    if (open.depth == 0) {
+        complain("ncclGroupEnd without a group");
+        return INVALID_USAGE;
+    }
+    if (--open.depth > 0 || open.parts.empty()) {
+        return SUCCESS;
+    }
+    Group group;
+    std::swap(group, open);
+    const auto comm = World::get().find("ncclGroupEnd", group.comm);
+    if (!comm) {
+        return INVALID_ARGUMENT;
+    }
+    Frame request = {};
+    request.what = What::exchange;
+    request.type = group.type;
+    request.bytes = 2 * group.parts.size() * sizeof(uint64_t);
+    for (const Part &part : group.parts) {
+        request.bytes += part.sent;
+    }
+    Driver::get().note_collective();
+    return comm->issue("ncclGroupEnd", {nullptr, request, nullptr, nullptr, 0, std::move(group.parts)}, group.stream);
+}
 
 API Result ncclAllReduce(const void *source, void *target, size_t count, int type, int op, Handle comm, Handle stream) {
     return issue({"ncclAllReduce", What::all_reduce, source, target, count, type, op, 0}, comm, stream);

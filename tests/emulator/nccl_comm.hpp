@@ -20,6 +20,13 @@ namespace nccl {
 
 class Comm;
 
+// What a rank sends to and receives from another in a group of messages.
+struct Part {
+    const char *from = nullptr;
+    char *to = nullptr;
+    size_t sent = 0, expected = 0;
+};
+
 // An operation in a stream.
 struct Operation {
     std::shared_ptr<Comm> comm;
@@ -28,6 +35,8 @@ struct Operation {
     char *target;
     // Bytes of the answer.
     size_t taken;
+    // Of a group of messages, by rank.
+    std::vector<Part> parts = {};
 };
 
 // See the file.
@@ -365,7 +374,29 @@ class Comm : public std::enable_shared_from_this<Comm> {
         changed.notify_all();
     }
 
+    // The messages of a group.
+    bool exchange_parts(const Operation &operation) {
+        std::vector<uint64_t> table;
+        for (const Part &part : operation.parts) {
+            table.insert(table.end(), {part.sent, part.expected});
+        }
+        Frame answer = {};
+        bool goes_on = data.send_all(&operation.request, sizeof(Frame)) &&
+                       data.send_all(table.data(), table.size() * sizeof(uint64_t));
+        for (const Part &part : operation.parts) {
+            goes_on = goes_on && data.send_all(part.from, part.sent);
+        }
+        goes_on = goes_on && data.receive_all(&answer, sizeof answer);
+        for (const Part &part : operation.parts) {
+            goes_on = goes_on && data.receive_all(part.to, part.expected);
+        }
+        return goes_on;
+    }
+
     bool exchange(const Operation &operation) {
+        if (operation.request.what == What::exchange) {
+            return exchange_parts(operation);
+        }
         Frame answer = {};
         const Frame &request = operation.request;
         if (!data.send_all(&request, sizeof request) || !data.send_all(operation.source, request.bytes) ||

@@ -162,7 +162,7 @@ class Hub {
 
     // Does all that can be done.
     void match() {
-        while (!failure && (do_collective() || do_message())) {
+        while (!failure && (do_collective() || do_message() || do_exchange())) {
         }
         if (!failure) {
             call_roll();
@@ -180,7 +180,7 @@ class Hub {
         const Line *first = nullptr;
         int present = 0;
         for (const auto &[rank, line] : data) {
-            if (!line->asks || is_message(*line)) {
+            if (!line->asks || is_message(*line) || line->request.what == What::exchange) {
                 continue;
             }
             first = first ? first : line;
@@ -241,6 +241,58 @@ class Hub {
             const auto elements = std::make_shared<Bytes>(std::move(from->payload));
             to->answer({}, elements, 0, elements->size());
             from->answer({});
+            return true;
+        }
+        return false;
+    }
+
+    // Bytes that a rank with a group of messages sends to another, or expects of it.
+    static uint64_t part(const Line &line, int other, bool sent) {
+        uint64_t bytes;
+        memcpy(&bytes, line.payload.data() + (2 * other + !sent) * sizeof bytes, sizeof bytes);
+        return bytes;
+    }
+
+    // Groups of messages of all ranks that are joined by them.
+    bool do_exchange() {
+        for (const auto &[rank, line] : data) {
+            std::vector<int> joined = {rank};
+            const auto waits = [](const Line &other) { return other.asks && other.request.what == What::exchange; };
+            bool are_there = waits(*line);
+            for (size_t i = 0; are_there && i < joined.size(); i++) {
+                are_there = waits(*data[joined[i]]);
+                for (int other = 0; are_there && other < size; other++) {
+                    const Line &own = *data[joined[i]];
+                    const bool is_known = std::find(joined.begin(), joined.end(), other) != joined.end();
+                    if (!is_known && (part(own, other, true) || part(own, other, false))) {
+                        joined.push_back(other);
+                    }
+                }
+            }
+            if (!are_there) {
+                continue;
+            }
+            std::sort(joined.begin(), joined.end());
+            std::map<int, std::shared_ptr<Bytes>> received;
+            for (const int from : joined) {
+                const Line &own = *data[from];
+                const char *at = own.payload.data() + 2 * size * sizeof(uint64_t);
+                for (const int to : joined) {
+                    const uint64_t sent = part(own, to, true), expected = part(*data[to], from, false);
+                    if (sent != expected || own.request.type != line->request.type) {
+                        fail(INVALID_USAGE, own.words() + " sends " + std::to_string(sent) + " bytes to rank " +
+                                                std::to_string(to) + ", which expects " + std::to_string(expected));
+                        return false;
+                    }
+                    auto &body = received[to];
+                    body = body ? body : std::make_shared<Bytes>();
+                    body->insert(body->end(), at, at + sent);
+                    at += sent;
+                }
+            }
+            for (const int to : joined) {
+                data[to]->answer({}, received[to], 0, received[to]->size());
+            }
             return true;
         }
         return false;

@@ -111,7 +111,7 @@ class Line {
     // The request in words.
     std::string words() const {
         static const char *const names[] = {"all-reduce", "reduce-scatter", "all-gather", "broadcast", "send",
-                                            "recv",       "split",          "finalize", "connect", "connect"};
+                                            "recv",       "exchange",       "split",          "finalize", "connect", "connect"};
         std::string text = "rank " + std::to_string(hello.rank) + " ";
         text += names[(int)request.what];
         if (hello.channel == Channel::control) {

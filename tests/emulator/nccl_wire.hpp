@@ -44,6 +44,8 @@ enum class What : int32_t {
     broadcast,
     send,
     recv,
+    // The messages of a group: what each rank is sent and what is expected of it, in bytes, then what is sent.
+    exchange,
     // On the line for control.
     split,
     finalize,

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ddp_worker::collective::{
-    Communicator, Executor, Failure, Launch, ReduceOp, Subgroup, Traffic, Work, WorkError,
+    AllToAll, Communicator, Executor, Failure, Launch, ReduceOp, Subgroup, Traffic, Work, WorkError,
 };
 use ddp_worker::device::{ArenaSpec, Buffer, CpuDevice, Device, Element};
 use half::bf16;
@@ -145,6 +145,47 @@ fn moves_agree(rank: &Rank) {
     both(rank, &own, barrier);
 }
 
+/// Ranks send each other parts of different lengths, and the last one nothing at all; the same both ways.
+fn parts_of_any_length_agree(rank: &Rank) {
+    let (me, size) = (rank.number, rank.size);
+    let part = |from: usize, to: usize| {
+        if from + 1 == size {
+            0
+        } else {
+            (3 * from + 2 * to) % 4 * 5_001
+        }
+    };
+    let [sent_counts, received_counts]: [Vec<usize>; 2] = [
+        (0..size).map(|to| part(me, to)).collect(),
+        (0..size).map(|from| part(from, me)).collect(),
+    ];
+    let own = numbers(me, sent_counts.iter().sum());
+    let exchange = |device: &dyn Device, comm: &Communicator| {
+        let sent = buffer(device, &own);
+        device.upload(device.stream(), &sent, bytemuck::cast_slice(&own));
+        let into = vec![0.0_f32; received_counts.iter().sum()];
+        apply(device, comm, &into, &|comm, buffer, launch| {
+            let (sent_counts, received_counts) = (sent_counts.clone(), received_counts.clone());
+            let sent = sent.clone();
+            comm.all_to_all(
+                buffer,
+                AllToAll {
+                    sent,
+                    sent_counts,
+                    received_counts,
+                },
+                launch,
+            )
+        })
+    };
+    let found = exchange(rank.gpu.as_ref(), &rank.over_nccl);
+    assert_eq!(
+        found,
+        exchange(rank.cpu.as_ref(), &rank.over_memory),
+        "all-to-all"
+    );
+}
+
 fn split(rank: &Rank, name: &str, members: &[usize]) -> Communicator {
     let subgroup = Subgroup::new(name, members);
     rank.over_nccl.split(&subgroup, Executor::Thread).unwrap()
@@ -197,6 +238,7 @@ fn rank_of_operations() {
     };
     sums_agree(&rank);
     moves_agree(&rank);
+    parts_of_any_length_agree(&rank);
     let before = (rank.over_nccl.wire_bytes(), rank.over_memory.wire_bytes());
     assert_eq!(before.0.grads, before.1.grads, "bytes on the wire");
     parts_agree(&rank);

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 
 use super::error::{CollectiveError, Failure, name};
-use super::operation::{Completion, Descriptor, Operation, ReduceOp, Request, Traffic, Work};
+use super::operation::{AllToAll, Completion, Operation, ReduceOp, Request, Traffic, Work};
 use super::transport::{Subgroup, Transport, WireBytes};
 use super::wait::{Pending, Wait};
 use crate::device::{Arena, ArenaSpec, Buffer, Device, DeviceError, Event};
@@ -171,6 +171,11 @@ impl Communicator {
         self.submit(Operation::AllGather, buffer, launch)
     }
 
+    /// [`Operation::AllToAll`]; `received` gets what the ranks send.
+    pub fn all_to_all(&self, received: &Buffer, parts: AllToAll, launch: Launch) -> Work {
+        self.submit_with(Operation::AllToAll, received, Some(parts), launch)
+    }
+
     /// [`Operation::Broadcast`].
     pub fn broadcast(&self, buffer: &Buffer, root: usize, launch: Launch) -> Work {
         self.submit(Operation::Broadcast { root }, buffer, launch)
@@ -255,10 +260,21 @@ impl Communicator {
     }
 
     fn submit(&self, operation: Operation, buffer: &Buffer, launch: Launch) -> Work {
+        self.submit_with(operation, buffer, None, launch)
+    }
+
+    fn submit_with(
+        &self,
+        operation: Operation,
+        buffer: &Buffer,
+        parts: Option<AllToAll>,
+        launch: Launch,
+    ) -> Work {
         let Launch { after, traffic, tag } = launch;
         let request = Request {
             operation,
             buffer: buffer.clone(),
+            all_to_all: parts.map(Arc::new),
             traffic,
             tag,
         };
@@ -406,7 +422,7 @@ impl Driver {
         match enqueued {
             Ok(work) => {
                 let CommunicatorInfo { rank, members, .. } = &*self.info;
-                let bytes = Descriptor::of(request).wire_bytes(*rank, members.len());
+                let bytes = request.wire_bytes(*rank, members.len());
                 self.info.wire.lock().count(request.traffic, bytes);
                 self.info.record(sequence, request, || work.interval());
                 let operation = request.name(sequence, &self.info.name);

@@ -27,7 +27,7 @@ pub use communicator::{Communicator, Executor, Launch};
 pub(crate) use error::name;
 pub use error::{CollectiveError, Failure};
 pub use host::{RankInfo, connect};
-pub use operation::{Operation, ReduceOp, Request, StreamWork, Traffic, Work, WorkError};
+pub use operation::{AllToAll, Operation, ReduceOp, Request, StreamWork, Traffic, Work, WorkError};
 pub use transport::{CommPattern, SingleRank, Subgroup, Transport, WireBytes};
 pub(crate) use wait::StoreExchange;
 pub use wait::Wait;

@@ -29,6 +29,9 @@ pub enum Operation {
         /// Rank within the group.
         root: usize,
     },
+    /// Every rank sends a part of its elements to each rank, itself among them, and receives the others' parts in the buffer:
+    /// [`AllToAll`]. The only operation that is not in place.
+    AllToAll,
     /// Completes once every rank has called it. The buffer is empty.
     Barrier,
     /// Sends the buffer to one rank, which must [`Operation::Recv`] as many bytes.
@@ -47,7 +50,8 @@ impl Operation {
     /// True if no rank completes it before all ranks have started it.
     pub(super) fn needs_all_ranks(self) -> bool {
         match self {
-            Self::AllReduce(_) | Self::ReduceScatter(_) | Self::AllGather | Self::Barrier => true,
+            Self::AllReduce(_) | Self::ReduceScatter(_) | Self::AllGather => true,
+            Self::AllToAll | Self::Barrier => true,
             Self::Broadcast { .. } | Self::Send { .. } | Self::Recv { .. } => false,
         }
     }
@@ -76,6 +80,7 @@ impl fmt::Display for Operation {
             Self::ReduceScatter(_) => f.write_str("reduce-scatter"),
             Self::AllGather => f.write_str("all-gather"),
             Self::Broadcast { root } => write!(f, "broadcast from {root}"),
+            Self::AllToAll => f.write_str("all-to-all"),
             Self::Barrier => f.write_str("barrier"),
             Self::Send { to } => write!(f, "send to {to}"),
             Self::Recv { from } => write!(f, "recv from {from}"),
@@ -119,6 +124,50 @@ impl Traffic {
     }
 }
 
+/// What a rank sends in an all-to-all, and how much it receives of each rank. The parts lie in order of rank, without gaps.
+#[derive(Clone, Debug)]
+pub struct AllToAll {
+    /// What it sends: no element of the buffer that receives, and of its type.
+    pub sent: Buffer,
+    /// Elements for each rank.
+    pub sent_counts: Vec<usize>,
+    /// Elements of each rank, which are those that it sends.
+    pub received_counts: Vec<usize>,
+}
+
+impl AllToAll {
+    /// The ranges of the parts that are sent to a rank and received of it, one rank after the other.
+    pub(super) fn parts(&self) -> impl Iterator<Item = [Range<usize>; 2]> + '_ {
+        let mut ends = [0, 0];
+        let counts = self.sent_counts.iter().zip(&self.received_counts);
+        counts.map(move |(&sent, &received)| {
+            let starts = ends;
+            ends = [ends[0] + sent, ends[1] + received];
+            [starts[0]..ends[0], starts[1]..ends[1]]
+        })
+    }
+
+    /// An error if the rank of a group of `size` cannot do it with this buffer.
+    fn check(&self, received: &Buffer, rank: usize, size: usize) -> Result<(), Failure> {
+        let counts = [&self.sent_counts, &self.received_counts];
+        let buffers = [&self.sent, received];
+        let are_parts =
+            counts.map(|counts| (counts.len(), counts.iter().sum())) == buffers.map(|x| (size, x.len()));
+        if are_parts
+            && size > 1
+            && counts[0][rank] == counts[1][rank]
+            && self.sent.dtype() == received.dtype()
+        {
+            return Ok(());
+        }
+        let [sent, received] =
+            [0, 1].map(|i| format!("{:?} of {} {}", counts[i], buffers[i].len(), buffers[i].dtype()));
+        Err(Failure::Invalid(format!(
+            "rank {rank} of {size} cannot send the parts {sent} and receive the parts {received}"
+        )))
+    }
+}
+
 /// One operation on one buffer.
 #[derive(Clone, Debug)]
 pub struct Request {
@@ -126,6 +175,8 @@ pub struct Request {
     pub operation: Operation,
     /// On what.
     pub buffer: Buffer,
+    /// What an all-to-all sends; no other operation has it.
+    pub all_to_all: Option<Arc<AllToAll>>,
     /// What for.
     pub traffic: Traffic,
     /// For errors and traces: `bucket 3`, `loss`.
@@ -133,6 +184,30 @@ pub struct Request {
 }
 
 impl Request {
+    /// All that it uses.
+    pub(super) fn buffers(&self) -> impl Iterator<Item = &Buffer> {
+        let sent = self.all_to_all.as_ref().map(|parts| &parts.sent);
+        std::iter::once(&self.buffer).chain(sent)
+    }
+
+    /// An error if `rank` of a group of `size` cannot do it.
+    pub(super) fn check(&self, rank: usize, size: usize) -> Result<(), Failure> {
+        match &self.all_to_all {
+            Some(parts) => parts.check(&self.buffer, rank, size),
+            None => Descriptor::of(self).check(rank, size),
+        }
+    }
+
+    /// Bytes on the wire of one rank, by the formulas of [`super::WireBytes`].
+    pub(super) fn wire_bytes(&self, rank: usize, size: usize) -> u64 {
+        match &self.all_to_all {
+            Some(parts) => {
+                ((self.buffer.len() - parts.received_counts[rank]) * self.buffer.dtype().bytes()) as u64
+            }
+            None => Descriptor::of(self).wire_bytes(rank, size),
+        }
+    }
+
     /// The operation with this number of a communicator, in words.
     pub(super) fn name(&self, sequence: u64, communicator: &str) -> String {
         name(
@@ -200,8 +275,8 @@ impl Descriptor {
         }
     }
 
-    /// Bytes on the wire of one rank, by the formulas of [`super::WireBytes`].
-    pub(super) fn wire_bytes(&self, rank: usize, size: usize) -> u64 {
+    /// Bytes on the wire of one rank of an operation in place.
+    fn wire_bytes(&self, rank: usize, size: usize) -> u64 {
         let own = slice(self.len, size, rank).len();
         let elements = match self.operation {
             // The others' contributions to the own slice in, its sums out to the others.
@@ -210,6 +285,7 @@ impl Descriptor {
             Operation::Broadcast { root } if root != rank => self.len,
             Operation::Recv { .. } => self.len,
             Operation::Broadcast { .. } | Operation::Barrier | Operation::Send { .. } => 0,
+            Operation::AllToAll => 0,
         };
         (elements * self.dtype.bytes()) as u64
     }

@@ -4,7 +4,7 @@ use std::ops::{Add, Sub};
 use std::sync::Arc;
 
 use super::error::Failure;
-use super::operation::{Descriptor, Request, StreamWork, Traffic};
+use super::operation::{Request, StreamWork, Traffic};
 use super::wait::Wait;
 use crate::device::{Arena, ArenaSpec, Device, Event, Held};
 
@@ -99,7 +99,7 @@ pub trait Transport: Send {
 /// Bytes that one rank moves between itself and others, by purpose.
 ///
 /// Every byte that crosses from one rank to another is counted once, where it is moved, by one of the two:
-/// - what a rank takes from others to sum it, to gather it, to receive it or a broadcast counts for the taker;
+/// - what a rank takes from others to sum it, to gather it, to receive it, a broadcast or a part counts for the taker;
 /// - the sums of an all-reduce that a rank gives to others count for the giver.
 ///
 /// In shared memory "takes" is a read from another's segment and "gives" a write into it; between nodes both are
@@ -217,7 +217,7 @@ impl Transport for SingleRank {
     }
 
     fn execute(&mut self, request: &Request, _held: Held, _wait: &Wait) -> Result<u64, Failure> {
-        Descriptor::of(request).check(0, 1)?;
+        request.check(0, 1)?;
         Ok(0)
     }
 
@@ -232,7 +232,7 @@ impl Transport for SingleRank {
         after: &Event,
         _wait: &Wait,
     ) -> Result<Arc<dyn StreamWork>, Failure> {
-        Descriptor::of(request).check(0, 1)?;
+        request.check(0, 1)?;
         Ok(Arc::new(after.clone()))
     }
 }

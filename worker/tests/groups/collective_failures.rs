@@ -11,7 +11,7 @@ use crate::collective_world::{PATIENCE, Rank, World, done, failure, launch};
 use ddp_proto::env::WorkerEnv;
 use ddp_proto::ids::WorldSize;
 use ddp_worker::collective::{
-    Communicator, Executor, Failure, Launch, RankInfo, ReduceOp, Subgroup, Traffic, connect,
+    AllToAll, Communicator, Executor, Failure, Launch, RankInfo, ReduceOp, Subgroup, Traffic, Work, connect,
 };
 use ddp_worker::config::{Parallel, Pipeline};
 use ddp_worker::device::{ArenaSpec, Compute, DType, DeviceError, Event, EventState};
@@ -288,6 +288,62 @@ fn a_rank_that_leaves_is_named() {
     }
 }
 
+/// An all-to-all of one rank, with these elements for each other rank and of each.
+fn exchange(rank: &Rank, sent: usize, received: usize) -> Work {
+    let (me, size) = (rank.rank(), rank.comm.size());
+    let counts = |each: usize| {
+        (0..size)
+            .map(|peer| if peer == me { 2 } else { each })
+            .collect::<Vec<_>>()
+    };
+    let parts = AllToAll {
+        sent: rank.arena(false, &vec![me as f32; (size - 1) * sent + 2]).whole(),
+        sent_counts: counts(sent),
+        received_counts: counts(received),
+    };
+    let into = rank.arena(false, &vec![0.0_f32; (size - 1) * received + 2]);
+    rank.comm.all_to_all(&into.whole(), parts, launch())
+}
+
+#[test]
+fn parts_of_another_length_are_an_error_that_names_both_ranks() {
+    for nodes in [&[3][..], &[1, 1, 1]] {
+        for sent in [50_000, 5, 0] {
+            let failures = World::of(nodes).run(Executor::Inline, |rank| {
+                let work = exchange(&rank, if rank.rank() == 0 { sent } else { 4 }, 4);
+                (rank.rank() == 1).then(|| failure(&work))
+            });
+            let Some(Failure::Mismatch {
+                rank: 0,
+                ours,
+                theirs,
+            }) = &failures[1]
+            else {
+                panic!("{nodes:?}, {sent}: {failures:?}");
+            };
+            let call = |count| format!("all-to-all #0 with a part of {count} f32, traffic gradients (test)");
+            assert_eq!([ours, theirs], [&call(4), &call(sent)]);
+        }
+    }
+}
+
+#[test]
+fn a_rank_that_leaves_an_all_to_all_is_named() {
+    for nodes in [&[3][..], &[1, 1, 1]] {
+        let failures = World::of(nodes).run(Executor::Inline, |rank| {
+            done(&exchange(&rank, 10, 10));
+            // The others have sent what the kernel holds, and wait for the rest.
+            (rank.rank() != 2).then(|| failure(&exchange(&rank, 3_000_000, 3_000_000)))
+        });
+        for failure in &failures[..2] {
+            assert!(
+                matches!(failure, Some(Failure::PeerLost { .. })),
+                "{nodes:?}: {failures:?}"
+            );
+        }
+    }
+}
+
 #[test]
 fn what_a_rank_wrote_before_it_left_counts() {
     // Rank 1 leaves at once after each last operation; rank 0 must still see it complete.
@@ -378,6 +434,19 @@ fn impossible_operations_are_refused_by_all() {
             failure(&fresh("c").broadcast(&floats.whole(), 2, launch())),
             "no rank 2 in a group of 2",
         );
+        let parts = |sent: [usize; 2], received: &[usize]| AllToAll {
+            sent: floats.whole(),
+            sent_counts: sent.to_vec(),
+            received_counts: received.to_vec(),
+        };
+        for (sent, received) in [([1, 2], &[1, 2, 0][..]), ([1, 1], &[1, 2]), ([1, 2], &[2, 1])] {
+            let words = format!(
+                "cannot send the parts {sent:?} of 3 f32 and receive the parts {received:?} of 3 f32"
+            );
+            let into = rank.arena(false, &[0.0_f32; 3]);
+            let work = fresh("e").all_to_all(&into.whole(), parts(sent, received), launch());
+            invalid(failure(&work), &words);
+        }
         invalid(
             failure(&fresh("d").send(&floats.whole(), rank.rank(), launch())),
             "not another rank",

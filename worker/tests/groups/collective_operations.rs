@@ -1,7 +1,7 @@
 //! Every operation, at several sizes of world, on one node and several, in place and staged.
 
 use crate::collective_world::{Rank, World, done, fill, launch, numbers, read};
-use ddp_worker::collective::{Executor, Launch, ReduceOp, Subgroup, Traffic, WireBytes};
+use ddp_worker::collective::{AllToAll, Executor, Launch, ReduceOp, Subgroup, Traffic, WireBytes};
 use half::bf16;
 
 const SUM: ReduceOp = ReduceOp::Sum;
@@ -127,6 +127,57 @@ fn messages_go_round_a_ring() {
                 assert!(bits(&read::<f32>(&into.whole())) == bits(&numbers(previous, len)));
             }
         });
+    }
+}
+
+/// Elements that a rank sends to another: none to some, and from the last rank to nobody.
+fn part(from: usize, to: usize, size: usize, unit: usize) -> usize {
+    if from + 1 == size {
+        0
+    } else {
+        (3 * from + 2 * to) % 4 * unit
+    }
+}
+
+#[test]
+fn parts_of_any_length_reach_every_rank_in_rank_order() {
+    for nodes in WORLDS.iter().filter(|nodes| nodes.iter().sum::<usize>() > 1) {
+        for (shared, unit) in [(true, 1), (false, 3), (true, 60_001), (false, 60_001), (false, 0)] {
+            World::of(nodes).run(Executor::Thread, |rank| {
+                let (me, size) = (rank.rank(), rank.comm.size());
+                let counts = |of: &dyn Fn(usize) -> usize| (0..size).map(of).collect::<Vec<_>>();
+                let sent_counts = counts(&|to| part(me, to, size, unit));
+                let received_counts = counts(&|from| part(from, me, size, unit));
+                let sent = (0..size).flat_map(|to| numbers(me * size + to, part(me, to, size, unit)));
+                let expected =
+                    (0..size).flat_map(|from| numbers(from * size + me, part(from, me, size, unit)));
+                let (sent, expected) = (sent.collect::<Vec<_>>(), expected.collect::<Vec<_>>());
+                let own = received_counts[me];
+                // Something before and behind what is received. Shared arenas have one size on all ranks.
+                let mut elements = vec![7.0_f32; 8 * size * unit + 8];
+                elements[..sent.len()].copy_from_slice(&sent);
+                let arena = rank.arena(shared, &elements);
+                let first = sent.len() + 2;
+                let received = arena.slice(first..first + expected.len());
+                let parts = AllToAll {
+                    sent: arena.slice(0..sent.len()),
+                    sent_counts,
+                    received_counts,
+                };
+                done(&rank.comm.all_to_all(&received, parts, launch()));
+                elements[first..first + expected.len()].copy_from_slice(&expected);
+                let found = read::<f32>(&arena.whole());
+                assert!(
+                    bits(&found) == bits(&elements),
+                    "{nodes:?}, unit {unit}, rank {me}"
+                );
+                assert_eq!(rank.comm.wire_bytes().grads, 4 * (expected.len() - own) as u64);
+                // The next operation finds the connections in order.
+                let one = rank.arena(false, &[1.0_f32]);
+                done(&rank.comm.all_reduce(&one.whole(), SUM, launch()));
+                assert_eq!(read::<f32>(&one.whole()), [size as f32]);
+            });
+        }
     }
 }
 

@@ -183,12 +183,13 @@ impl<'a> PeerExchange<'a> {
             connection.ring.as_mut_ptr().cast(),
             connection.out.as_mut_ptr().cast(),
         );
+        let header_out = header.with_part(transfer.result_out.len);
         Self {
             connection,
             transfer,
             ring,
             out,
-            header_out: *header,
+            header_out,
             header_in: OperationHeader::zeroed(),
             sent: 0,
             received: 0,
@@ -347,7 +348,8 @@ impl<'a> PeerExchange<'a> {
         let (before, first_of_result) = (self.received, HEADER_BYTES + self.transfer.taken);
         self.received += received;
         if before < HEADER_BYTES && self.received >= HEADER_BYTES {
-            self.header_out.agree(&self.header_in, self.connection.peer())?;
+            let (peer, part) = (self.connection.peer(), self.transfer.result_in.len);
+            self.header_out.with_part(part).agree(&self.header_in, peer)?;
         }
         let from = before.max(first_of_result);
         let of_result = self.received.saturating_sub(from);

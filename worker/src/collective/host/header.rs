@@ -13,7 +13,7 @@ use crate::device::DType;
 pub(super) const HEADER_BYTES: usize = 64;
 
 /// First half of every header: no other protocol has it, and no build with another format.
-const MAGIC: u32 = 0x6464_7002;
+const MAGIC: u32 = 0x6464_7003;
 
 /// The first bytes must be the same on all ranks; the others may differ.
 const COMMON_BYTES: usize = 32;
@@ -56,13 +56,17 @@ pub(super) struct OperationHeader {
 
 const _: () = assert!(size_of::<OperationHeader>() == HEADER_BYTES);
 
-const CALLS: [&str; 8] = [
+/// Index of the all-to-all.
+const ALL_TO_ALL: u8 = 6;
+
+const CALLS: [&str; 9] = [
     "all-reduce",
     "reduce-scatter",
     "all-gather",
     "broadcast",
     "barrier",
     "send and recv",
+    "all-to-all",
     "shared allocation",
     "split",
 ];
@@ -81,6 +85,7 @@ impl OperationHeader {
             Operation::Barrier => (4, 0),
             Operation::Send { to } => (5, to),
             Operation::Recv { .. } => (5, rank),
+            Operation::AllToAll => (ALL_TO_ALL, 0),
         };
         let dtype = match request.operation {
             Operation::Barrier => 0,
@@ -100,8 +105,8 @@ impl OperationHeader {
     /// The header of a collective call.
     pub(super) fn of_call(call: SetUpCall, number: u64, name: &str) -> Self {
         let (call, dtype, elements) = match call {
-            SetUpCall::Allocation(dtype, len) => (6, dtype as u8, len as u64),
-            SetUpCall::Split => (7, 0, 0),
+            SetUpCall::Allocation(dtype, len) => (7, dtype as u8, len as u64),
+            SetUpCall::Split => (8, 0, 0),
         };
         Self {
             call,
@@ -126,6 +131,14 @@ impl OperationHeader {
     /// From here on all ranks must use the same shared arena, or all none.
     pub(super) fn require_common_arena(&mut self) {
         self.common_arena = self.arena as u32;
+    }
+
+    /// The header of an all-to-all for a peer, or as it should be of one, with a part of so many bytes.
+    pub(super) fn with_part(mut self, bytes: usize) -> Self {
+        if self.call == ALL_TO_ALL {
+            self.elements = (bytes / DTYPES[usize::from(self.dtype)].bytes()) as u64;
+        }
+        self
     }
 
     /// An error unless the peer does the same.
@@ -161,8 +174,9 @@ impl fmt::Display for OperationHeader {
             5 => write!(f, " to rank {}", self.peer)?,
             _ => {}
         }
-        if !matches!(call, 4 | 7) {
-            write!(f, " of {} ", self.elements)?;
+        if !matches!(call, 4 | 8) {
+            let part = if call == ALL_TO_ALL { " with a part" } else { "" };
+            write!(f, "{part} of {} ", self.elements)?;
             match DTYPES.get(usize::from(self.dtype)) {
                 Some(dtype) => write!(f, "{dtype}")?,
                 None => f.write_str("unknown elements")?,
@@ -173,7 +187,7 @@ impl fmt::Display for OperationHeader {
             (0 | 1, _) => f.write_str(", max")?,
             _ => {}
         }
-        if call < 6 {
+        if call < 7 {
             let purposes = ["gradients", "parameters", "activations", "pipeline", "other"];
             let purpose = purposes.get(usize::from(self.traffic));
             write!(f, ", traffic {}", purpose.unwrap_or(&"unknown"))?;

@@ -67,7 +67,7 @@ impl RoundPlan<'_> {
             Operation::ReduceScatter(_) => self.reduce_scatter(&mut round),
             Operation::AllGather => self.all_gather(&mut round),
             Operation::Broadcast { root } => self.broadcast(root, &mut round),
-            Operation::Barrier | Operation::Send { .. } | Operation::Recv { .. } => {
+            Operation::AllToAll | Operation::Barrier | Operation::Send { .. } | Operation::Recv { .. } => {
                 round.transfers = self.with_all(Transfer::header_only);
             }
         }
@@ -530,6 +530,7 @@ mod tests {
             &Request {
                 operation,
                 buffer: buffer(dtype),
+                all_to_all: None,
                 traffic: descriptor.traffic,
                 tag: "test".into(),
             },

@@ -26,7 +26,7 @@ use super::shared_memory::{ControlSegments, STAGE_BYTES, SharedArena};
 use super::sockets::{Address, Connection, Listener};
 use super::topology::{Member, RankInfo, Topology};
 use crate::collective::error::Failure;
-use crate::collective::operation::{Descriptor, Operation, Request, slice};
+use crate::collective::operation::{AllToAll, Descriptor, Operation, Request, slice};
 use crate::collective::transport::{SingleRank, Subgroup, Transport, check_members};
 use crate::collective::wait::{StoreExchange, Wait};
 use crate::device::{Arena, ArenaSpec, Device, Held, HostMemory};
@@ -221,7 +221,7 @@ impl HostTransport {
         wait: &Wait,
     ) -> Result<u64, Failure> {
         let topology = &self.peers.topology;
-        Descriptor::of(request).check(topology.rank(), topology.size())?;
+        request.check(topology.rank(), topology.size())?;
         let mut round = Round::new(OperationHeader::of(request, topology.rank(), self.messages[peer]));
         self.messages[peer] += 1;
         let mut transfer = Transfer::header_only(peer);
@@ -233,6 +233,44 @@ impl HostTransport {
         }
         round.transfers.push(transfer);
         // SAFETY: the range is that of a held buffer, which no other rank touches.
+        unsafe { round.run(&mut self.peers, false, wait) }
+    }
+
+    /// Exchanges the parts of an all-to-all with all other ranks at once, each over the connection to it. The header for a
+    /// rank says how much follows. `start` is that of the held buffer.
+    fn all_to_all(
+        &mut self,
+        request: &Request,
+        parts: &AllToAll,
+        start: *mut u8,
+        wait: &Wait,
+    ) -> Result<u64, Failure> {
+        let number = self.next_collective();
+        let topology = &self.peers.topology;
+        request.check(topology.rank(), topology.size())?;
+        let mut round = Round::new(OperationHeader::of(request, topology.rank(), number));
+        let (sent, width) = (parts.sent.host_bytes()?, request.buffer.dtype().bytes());
+        for (rank, [out, into]) in parts.parts().enumerate() {
+            let out = &sent[out.start * width..out.end * width];
+            let into = MemoryRange {
+                start: start.wrapping_add(into.start * width),
+                len: into.len() * width,
+            };
+            if rank == topology.rank() {
+                // SAFETY: the part has this length in both buffers, of which one is borrowed and the other held.
+                unsafe { std::ptr::copy_nonoverlapping(out.as_ptr(), into.start, into.len) };
+                continue;
+            }
+            round.transfers.push(Transfer {
+                result_out: MemoryRange {
+                    start: out.as_ptr().cast_mut(),
+                    len: out.len(),
+                },
+                result_in: into,
+                ..Transfer::header_only(rank)
+            });
+        }
+        // SAFETY: what is sent is only read, and borrowed; what is received is held, each part for one rank.
         unsafe { round.run(&mut self.peers, false, wait) }
     }
 
@@ -499,6 +537,10 @@ impl Transport for HostTransport {
     fn execute(&mut self, request: &Request, held: Held, wait: &Wait) -> Result<u64, Failure> {
         let base = held.host_ptr()?;
         let outcome = match request.operation {
+            Operation::AllToAll => {
+                let parts = request.all_to_all.as_deref();
+                self.all_to_all(request, parts.expect("it comes with its parts"), base, wait)
+            }
             Operation::Send { to: peer } | Operation::Recv { from: peer } => {
                 self.message(peer, request, base, wait)
             }

@@ -14,7 +14,7 @@ use parking_lot::Mutex;
 use super::flight_recorder::{FlightRecorder, Oldest, OperationEvents, OperationPhase};
 use super::library::{CommAddress, Handle};
 use crate::collective::error::Failure;
-use crate::collective::operation::{Descriptor, Operation, Request, StreamWork, Traffic, slice};
+use crate::collective::operation::{Operation, Request, StreamWork, Traffic, slice};
 use crate::collective::transport::CommPattern;
 use crate::collective::wait::Wait;
 use crate::device::{Arena, ArenaSpec, CudaDevice, DType, Device, DeviceError, Event, Stream};
@@ -261,6 +261,7 @@ impl Comm {
         let request = Request {
             operation: Operation::Barrier,
             buffer: self.token.whole(),
+            all_to_all: None,
             traffic: Traffic::Other,
             tag: "connect".into(),
         };
@@ -298,7 +299,7 @@ impl Comm {
         wait: &Wait,
     ) -> Result<Arc<dyn StreamWork>, Failure> {
         let Membership { rank, .. } = self.membership;
-        Descriptor::of(request).check(rank, self.membership.size())?;
+        request.check(rank, self.membership.size())?;
         self.await_room(wait)?;
         self.stream.bind()?;
         let CommStream { device, stream } = &self.stream;
@@ -334,13 +335,16 @@ impl Comm {
         let Membership { rank, members, .. } = &self.membership;
         let own = slice(request.buffer.len(), members.len(), *rank);
         let base = self.stream.gpu().address(&request.buffer)?.as_ptr();
+        let parts = request.all_to_all.as_ref();
+        let sent = parts.map_or(&request.buffer, |parts| &parts.sent);
+        let sent = self.stream.gpu().address(sent)?.as_ptr();
         let stream = self.stream.gpu().raw_stream(self.stream.stream)?.cast();
         self.call(sequence, request.operation.peer(), wait, |handle| {
-            // SAFETY: the address is that of a buffer of the device. The recorder, or this communicator for its token,
+            // SAFETY: the addresses are those of buffers of the device. The recorder, or this communicator for its token,
             // keeps it until the stream has passed the operation; where that is never seen, `Drop` keeps it for ever unless the communicator was
             // aborted or left. If the call fails, the device keeps its memory from then on (`fail`). The stream is the
             // device's, which `self.stream` keeps.
-            unsafe { handle.issue(request, &own, base, stream) }
+            unsafe { handle.issue(request, &own, [sent, base], stream) }
         })
     }
 

@@ -106,7 +106,7 @@ pub(super) struct RecordedOperation {
     /// Once it is in the stream.
     events: Option<OperationEvents>,
     /// Kept while it is in flight.
-    memory: Option<Buffer>,
+    memory: Vec<Buffer>,
     phase: OperationPhase,
     since: Instant,
     /// How long it ran, once it is done: by the device's clock where there is one, else as the host has seen it.
@@ -122,7 +122,7 @@ impl FlightRecorder {
             tag: request.tag.clone(),
             bytes: request.buffer.bytes(),
             events: None,
-            memory: Some(request.buffer.clone()),
+            memory: request.buffers().cloned().collect(),
             phase: OperationPhase::Connecting,
             since: now,
             ran: Duration::ZERO,
@@ -153,7 +153,7 @@ impl FlightRecorder {
             if let Err(error) = ended {
                 entry.phase = OperationPhase::Failed;
                 self.failed.get_or_insert((entry.sequence, error));
-                self.adrift.extend(entry.memory.take());
+                self.adrift.append(&mut entry.memory);
             } else {
                 entry.phase = OperationPhase::Done;
                 let ran = entry
@@ -162,7 +162,7 @@ impl FlightRecorder {
                     .and_then(|events| events.interval().length());
                 entry.ran = ran.unwrap_or_else(|| now.saturating_duration_since(entry.since));
             }
-            drop(entry.memory.take());
+            entry.memory.clear();
             if self.ended.len() == REMEMBERED {
                 self.ended.pop_front();
             }
@@ -257,6 +257,7 @@ mod tests {
         let request = Request {
             operation: Operation::AllReduce(ReduceOp::Max),
             buffer,
+            all_to_all: None,
             traffic: Traffic::Grads,
             tag: format!("bucket {sequence}"),
         };

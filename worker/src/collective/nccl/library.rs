@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicPtr, Ordering};
 
 use crate::collective::error::Failure;
-use crate::collective::operation::{Operation, ReduceOp, Request};
+use crate::collective::operation::{AllToAll, Operation, ReduceOp, Request};
 use crate::collective::transport::CommPattern;
 use crate::device::DType;
 use crate::libraries::{Library, LibraryError, LibraryKind, Version, table};
@@ -193,7 +193,7 @@ impl Handle {
     }
 
     /// Puts a checked operation into a stream; it is there once the handle is settled. `base` is the start of its buffer, `own`
-    /// this rank's slice of it. A barrier is an all-reduce of one element.
+    /// this rank's slice of it, `sent` the start of what an all-to-all sends. A barrier is an all-reduce of one element.
     ///
     /// # Safety
     /// The buffer must be at that address of the device, and stay until the stream has passed the operation or the
@@ -202,7 +202,7 @@ impl Handle {
         &mut self,
         request: &Request,
         own: &Range<usize>,
-        base: *mut c_void,
+        [sent, base]: [*mut c_void; 2],
         stream: RawStream,
     ) -> Result<(), Failure> {
         let (functions, comm) = (self.nccl.0.functions, self.raw);
@@ -232,6 +232,10 @@ impl Handle {
                     "ncclBroadcast",
                     (functions.broadcast)(base, base, len, dtype, root as c_int, comm, stream),
                 ),
+                Operation::AllToAll => {
+                    let parts = request.all_to_all.as_deref().expect("it comes with its parts");
+                    ("ncclGroupEnd", self.all_to_all(parts, [sent, base], stream)?)
+                }
                 Operation::Send { to } => (
                     "ncclSend",
                     (functions.send)(base, len, dtype, to as c_int, comm, stream),
@@ -243,6 +247,43 @@ impl Handle {
             }
         };
         self.check(name, status).map(drop)
+    }
+
+    /// Puts the messages of an all-to-all into a stream, as one group: they run side by side. Nothing is sent where a part
+    /// is empty.
+    ///
+    /// # Safety
+    /// As [`Handle::issue`].
+    unsafe fn all_to_all(
+        &self,
+        parts: &AllToAll,
+        bases: [*mut c_void; 2],
+        stream: RawStream,
+    ) -> Result<Status, Failure> {
+        let (functions, comm, dtype) = (self.nccl.0.functions, self.raw, parts.sent.dtype());
+        // SAFETY: it has no arguments.
+        self.check("ncclGroupStart", unsafe { (functions.group_start)() })?;
+        let mut issued = Ok(true);
+        for (peer, [out, into]) in parts.parts().enumerate() {
+            let [from, to] = [(bases[0], &out), (bases[1], &into)]
+                .map(|(base, part)| base.wrapping_byte_add(part.start * dtype.bytes()));
+            let (peer, dtype) = (peer as c_int, data_type(dtype));
+            // SAFETY: parts of the buffers that the caller vouches for.
+            unsafe {
+                if !out.is_empty() {
+                    let status = (functions.send)(from, out.len(), dtype, peer, comm, stream);
+                    issued = issued.and_then(|_| self.check("ncclSend", status));
+                }
+                if !into.is_empty() {
+                    let status = (functions.recv)(to, into.len(), dtype, peer, comm, stream);
+                    issued = issued.and_then(|_| self.check("ncclRecv", status));
+                }
+            }
+        }
+        // The group ends also if a call of it failed.
+        // SAFETY: it has no arguments, and the group was begun.
+        let status = unsafe { (functions.group_end)() };
+        issued.map(|_| status)
     }
 
     /// Begins to split: ranks with the same color form a communicator, ordered by key. None: only takes part.
@@ -438,6 +479,10 @@ table! {
         send: fn(*const c_void, usize, DataType, c_int, RawComm, RawStream) -> Status = "ncclSend";
         /// From one rank.
         recv: fn(*mut c_void, usize, DataType, c_int, RawComm, RawStream) -> Status = "ncclRecv";
+        /// Begins a group of messages of this thread, which NCCL issues together.
+        group_start: fn() -> Status = "ncclGroupStart";
+        /// Issues them.
+        group_end: fn() -> Status = "ncclGroupEnd";
         /// What a status means.
         get_error_string: fn(Status) -> *const c_char = "ncclGetErrorString";
         /// What went wrong last; the communicator may be null.
