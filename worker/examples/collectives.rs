@@ -10,7 +10,8 @@
 //!
 //! `--sizes 4096,26214400` chooses the sizes in bytes, `--private` measures buffers that peers cannot map,
 //! `--nodes 2` divides the ranks it starts among nodes that talk over TCP, `--operation` is `all-reduce`,
-//! `reduce-scatter`, `all-gather` or `broadcast`.
+//! `reduce-scatter`, `all-gather` or `broadcast`. `--other` exchanges small sizes as losses and norms are, in one step,
+//! and `--tree true` or `false` says how these cross between nodes.
 
 use std::error::Error;
 use std::path::PathBuf;
@@ -52,6 +53,8 @@ struct Options {
     sizes: Vec<usize>,
     private: bool,
     operation: String,
+    traffic: Traffic,
+    tree: Option<bool>,
 }
 
 impl Options {
@@ -62,6 +65,8 @@ impl Options {
             sizes: vec![4096, 65536, 1_048_576, 26_214_400, 104_857_600],
             private: false,
             operation: "all-reduce".into(),
+            traffic: Traffic::Grads,
+            tree: None,
         };
         while let Some(arg) = args.next() {
             let mut value = || args.next().ok_or(format!("`{arg}` needs a value"));
@@ -71,6 +76,8 @@ impl Options {
                 "--sizes" => options.sizes = value()?.split(',').map(str::parse).collect::<Result<_, _>>()?,
                 "--private" => options.private = true,
                 "--operation" => options.operation = value()?,
+                "--other" => options.traffic = Traffic::Other,
+                "--tree" => options.tree = Some(value()?.parse()?),
                 other => return Err(format!("unknown argument `{other}`").into()),
             }
         }
@@ -104,7 +111,11 @@ fn start_ranks(ranks: usize, options: &Options) -> Result<(), Box<dyn Error>> {
         let sizes: Vec<_> = options.sizes.iter().map(usize::to_string).collect();
         command
             .args(["--sizes", &sizes.join(",")])
-            .args(options.private.then_some("--private"));
+            .args(options.private.then_some("--private"))
+            .args((options.traffic == Traffic::Other).then_some("--other"));
+        if let Some(tree) = options.tree {
+            command.args(["--tree", &tree.to_string()]);
+        }
         command.spawn()
     };
     let children: Vec<Child> = (0..ranks).map(rank_of).collect::<Result<_, _>>()?;
@@ -170,6 +181,7 @@ fn measure(session: &Session, options: &Options) -> Result<(), Box<dyn Error>> {
         executor: Executor::Inline,
         threads: 1,
         timeout: TIMEOUT,
+        tree: options.tree,
     };
     let comm = join_world(session, &join)?;
     let device: Arc<dyn Device> = Arc::new(CpuDevice::new(1)?);
@@ -265,7 +277,7 @@ impl Bench<'_> {
     }
 
     fn operation(&self, buffer: &Buffer) -> Work {
-        let launch = Launch::now(Traffic::Grads, "bench");
+        let launch = Launch::now(self.options.traffic, "bench");
         let sum = ReduceOp::Sum;
         match self.options.operation.as_str() {
             "reduce-scatter" => self.comm.reduce_scatter(buffer, sum, launch),

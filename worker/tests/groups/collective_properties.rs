@@ -14,23 +14,33 @@ struct Case {
     shared: bool,
     executor: Executor,
     traffic: Traffic,
+    tree: bool,
 }
 
 fn case() -> impl Strategy<Value = Case> {
-    let nodes = prop::collection::vec(1..=3_usize, 1..=3);
+    let even = (1..=2_usize, 2..=6_usize).prop_map(|(ranks, nodes)| vec![ranks; nodes]);
+    let nodes = prop_oneof![prop::collection::vec(1..=3_usize, 1..=3), even];
     let len = prop_oneof![0..40_usize, 0..9000_usize, 0..400_000_usize];
     let traffic = prop_oneof![Just(Traffic::Grads), Just(Traffic::Other)];
     let executor = prop_oneof![Just(Executor::Inline), Just(Executor::Thread)];
-    (nodes, len, 0..33_usize, any::<bool>(), executor, traffic).prop_map(
-        |(nodes, len, offset, shared, executor, traffic)| Case {
+    (
+        nodes,
+        len,
+        0..33_usize,
+        any::<bool>(),
+        executor,
+        traffic,
+        any::<bool>(),
+    )
+        .prop_map(|(nodes, len, offset, shared, executor, traffic, tree)| Case {
             nodes,
             len,
             offset,
             shared,
             executor,
             traffic,
-        },
-    )
+            tree,
+        })
 }
 
 /// The contract, element by element: local ranks in order, then nodes in order, in `W`; one rounding.
@@ -57,7 +67,11 @@ fn reference<T: Element, W: Copy>(
 
 /// What every rank holds after the reduction; elements around the buffer must stay.
 fn reduced<T: Element + PartialEq>(case: &Case, inputs: &[Vec<T>], guard: T) -> Vec<Vec<T>> {
-    World::of(&case.nodes).run(case.executor, |rank| {
+    let world = World {
+        tree: Some(case.tree),
+        ..World::of(&case.nodes)
+    };
+    world.run(case.executor, |rank| {
         let mut elements = vec![guard; case.offset + case.len + 5];
         elements[case.offset..][..case.len].copy_from_slice(&inputs[rank.rank()]);
         let arena = rank.arena(case.shared, &elements);

@@ -9,6 +9,7 @@
 //! | `shared_memory` | control segments of a node: barriers, slots, stages; shared arenas |
 //! | `exchange` | what one rank exchanges with one other over their connection |
 //! | `plan` | one round of sums, copies and exchanges; what each rank does in it, for each operation: here a collective algorithm is added |
+//! | `tree` | a small operation between many nodes, in logarithmically many rounds |
 //! | `transport` | [`connect`] finds the other ranks of the world; the transport: brief, in place, staged; shared arenas; subgroups |
 
 mod exchange;
@@ -19,6 +20,7 @@ mod shared_memory;
 mod sockets;
 mod topology;
 mod transport;
+mod tree;
 
 /// Reads bytes of another rank as a header, a handshake and a set-up message, and says which of them are valid. For
 /// `tests/fuzz`.

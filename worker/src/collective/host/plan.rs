@@ -36,12 +36,12 @@ pub(super) fn is_brief(descriptor: &Descriptor, size: usize) -> bool {
     is_frugal && descriptor.bytes() <= SLOT_BYTES
 }
 
-/// The elements that a rank contributes, so that others can read them.
-pub(super) fn given(descriptor: &Descriptor, topology: &Topology) -> Range<usize> {
+/// The elements that `rank` of a group of `size` contributes, so that others can read them.
+pub(super) fn given(descriptor: &Descriptor, size: usize, rank: usize) -> Range<usize> {
     match descriptor.operation {
         Operation::AllReduce(_) | Operation::ReduceScatter(_) => 0..descriptor.len,
-        Operation::AllGather => slice(descriptor.len, topology.size(), topology.rank()),
-        Operation::Broadcast { root } if root == topology.rank() => 0..descriptor.len,
+        Operation::AllGather => slice(descriptor.len, size, rank),
+        Operation::Broadcast { root } if root == rank => 0..descriptor.len,
         _ => 0..0,
     }
 }
@@ -50,8 +50,8 @@ pub(super) fn given(descriptor: &Descriptor, topology: &Topology) -> Range<usize
 pub(super) struct RoundPlan<'a> {
     pub(super) descriptor: Descriptor,
     pub(super) topology: &'a Topology,
-    /// What each rank of this node contributes.
-    pub(super) views: Vec<*mut u8>,
+    /// By rank: what it contributes, if this rank can read it in memory. `None`: it comes over the connection to it.
+    pub(super) views: Vec<Option<*mut u8>>,
     /// Where this rank's own result is written. In place, the same as what it contributes.
     pub(super) own: *mut u8,
     /// Others do not write into this rank's memory.
@@ -83,7 +83,8 @@ impl RoundPlan<'_> {
             return;
         }
         let own = self.own_slice();
-        let targets = self.views.iter().map(|view| self.range(*view, &own).start);
+        let targets = self.views.iter().flatten();
+        let targets = targets.map(|view| self.range(*view, &own).start);
         round.sum = Some(self.sum(&own, targets.collect()));
         round.transfers = self.with_relays(|transfer| {
             let given = self.slice(transfer.rank);
@@ -125,22 +126,27 @@ impl RoundPlan<'_> {
             }
             transfer
         });
-        match topology.local_index(root) {
-            Some(index) if root != topology.rank() => round.copies.push((self.views[index], own)),
+        match self.views[root] {
+            Some(view) if root != topology.rank() => round.copies.push((view, own)),
             _ => {}
         }
     }
 
-    /// An exchange with each rank of another node.
-    fn with_all(&self, transfer: impl FnMut(usize) -> Transfer) -> Vec<Transfer> {
-        self.topology.remote().map(transfer).collect()
+    /// The ranks whose elements are not in memory.
+    fn remote(&self) -> impl Iterator<Item = usize> {
+        (0..self.views.len()).filter(|&rank| self.views[rank].is_none())
     }
 
-    /// An exchange with each rank of another node where one of the two is the relay of its node for the other.
+    /// An exchange with each of them.
+    fn with_all(&self, transfer: impl FnMut(usize) -> Transfer) -> Vec<Transfer> {
+        self.remote().map(transfer).collect()
+    }
+
+    /// An exchange with each of them where one of the two is the relay of its node for the other.
     fn with_relays(&self, transfer: impl Fn(Transfer) -> Transfer) -> Vec<Transfer> {
         let me = self.topology.rank();
         let related = |&rank: &usize| self.is_relay(me, rank) || self.is_relay(rank, me);
-        let ranks = self.topology.remote().filter(related);
+        let ranks = self.remote().filter(related);
         ranks.map(|rank| transfer(Transfer::header_only(rank))).collect()
     }
 
@@ -191,8 +197,9 @@ impl RoundPlan<'_> {
         if !self.adds_up(self.topology.local_ranks()) {
             return Contribution::InMemory(self.range(self.own_view(), range));
         }
-        let ranks = self.views.iter();
-        let ranks = ranks.map(|view| self.range(*view, range).start.cast_const());
+        let ranks = self.topology.local_ranks().iter();
+        let ranks = ranks.filter_map(|&rank| self.views[rank]);
+        let ranks = ranks.map(|view| self.range(view, range).start.cast_const());
         Contribution::Summed(NodeSum::new(self.reduction(), ranks.collect(), range.len()))
     }
 
@@ -202,10 +209,10 @@ impl RoundPlan<'_> {
         others.map(|(view, _)| self.range(view, range).start).collect()
     }
 
-    /// What the other ranks of this node contribute, with their ranks.
+    /// What other ranks contribute in memory, with their ranks.
     fn other_views(&self) -> impl Iterator<Item = (*mut u8, usize)> {
-        let views = self.views.iter().zip(self.topology.local_ranks());
-        let views = views.map(|(&view, &rank)| (view, rank));
+        let views = self.views.iter().zip(0..);
+        let views = views.filter_map(|(view, rank)| Some(((*view)?, rank)));
         views.filter(|&(_, rank)| rank != self.topology.rank())
     }
 
@@ -235,8 +242,8 @@ impl RoundPlan<'_> {
     }
 
     fn ranks_of(&self, node: &[usize], range: &Range<usize>) -> NodeInput<SumSource> {
-        let source = |&rank: &usize| match self.topology.local_index(rank) {
-            Some(index) => SumSource::Memory(self.range(self.views[index], range).start),
+        let source = |&rank: &usize| match self.views[rank] {
+            Some(view) => SumSource::Memory(self.range(view, range).start),
             None => SumSource::Remote(rank),
         };
         NodeInput::Ranks(node.iter().map(source).collect())
@@ -253,7 +260,7 @@ impl RoundPlan<'_> {
 
     /// What this rank contributes.
     fn own_view(&self) -> *mut u8 {
-        self.views[self.topology.own_index()]
+        self.views[self.topology.rank()].expect("a rank reads its own elements")
     }
 
     fn own_slice(&self) -> Range<usize> {
@@ -314,6 +321,8 @@ pub(super) struct Peers {
     pub(super) control: ControlSegments,
     /// By rank of the group; none to itself.
     pub(super) connections: Vec<Option<Connection>>,
+    /// What the ranks of all nodes contribute to an operation along the tree.
+    pub(super) gathered: Vec<u64>,
 }
 
 impl Round {
@@ -525,7 +534,8 @@ mod tests {
             len: 840,
             traffic: Traffic::Grads,
         };
-        let views = vec![std::ptr::null_mut(); topology.local_ranks().len()];
+        let local = |rank| topology.local_index(rank).map(|_| std::ptr::null_mut());
+        let views = (0..topology.size()).map(local).collect();
         let header = OperationHeader::of(
             &Request {
                 operation,

@@ -31,6 +31,9 @@ pub struct RankInfo {
     pub data_key: Option<DataKey>,
     /// Spin briefly before a wait sleeps. Only useful with a core for each rank of the node.
     pub spin: bool,
+    /// Small operations cross between nodes along a tree, or else directly from each rank to every other. `None`: the faster
+    /// way. The same on all ranks.
+    pub tree: Option<bool>,
 }
 
 impl RankInfo {
@@ -48,6 +51,7 @@ impl RankInfo {
             generation: 1,
             data_key: None,
             spin: size <= cores,
+            tree: None,
         }
     }
 
@@ -167,9 +171,21 @@ impl Topology {
         (node == self.own_node()).then_some(index)
     }
 
+    /// By rank: what `of` returns for the index of a member of this node.
+    pub(super) fn local_views(&self, of: impl Fn(usize) -> *mut u8) -> Vec<Option<*mut u8>> {
+        (0..self.size())
+            .map(|rank| self.local_index(rank).map(&of))
+            .collect()
+    }
+
+    /// Index of a member among those of its node.
+    pub(super) fn index_of(&self, rank: usize) -> usize {
+        self.indices[rank].1
+    }
+
     /// Index of this process there.
     pub(super) fn own_index(&self) -> usize {
-        self.indices[self.rank].1
+        self.index_of(self.rank)
     }
 
     /// True if no two members share a node.

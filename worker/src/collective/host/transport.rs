@@ -3,7 +3,7 @@
 //!
 //! Every operation begins in the same way: each rank writes a header of what it does, the ranks of a node pass a
 //! barrier, and each compares its header with those of all peers. Then, by where the elements are:
-//! - *brief*: the elements are beside the header; each rank reads what it needs;
+//! - *brief*: the elements are beside the header; each rank reads what it needs; between many nodes they cross along a tree;
 //! - *in place*: the buffers are in shared arenas; rank r works on slice r of all buffers, and a second barrier follows;
 //! - *staged*: other buffers go through small stages in the same way, three rounds in flight.
 //!
@@ -25,6 +25,7 @@ use super::plan::{Peers, Round, RoundPlan, given, is_brief};
 use super::shared_memory::{ControlSegments, STAGE_BYTES, SharedArena};
 use super::sockets::{Address, Connection, Listener};
 use super::topology::{Member, RankInfo, Topology};
+use super::tree::{gather, is_along_tree};
 use crate::collective::error::Failure;
 use crate::collective::operation::{AllToAll, Descriptor, Operation, Request, slice};
 use crate::collective::transport::{SingleRank, Subgroup, Transport, check_members};
@@ -152,6 +153,7 @@ impl HostTransport {
                 topology,
                 control,
                 connections,
+                gathered: Vec::new(),
             },
         })
     }
@@ -174,7 +176,7 @@ impl HostTransport {
         let brief = is_brief(&descriptor, size);
         self.peers.control.announce(&header);
         if brief {
-            let given = given(&descriptor, &self.peers.topology);
+            let given = given(&descriptor, size, rank);
             let (start, len) = (given.start, given.len());
             let [start, len] = [start, len].map(|elements| elements * descriptor.dtype.bytes());
             let slot = self.peers.control.own_slot();
@@ -184,9 +186,11 @@ impl HostTransport {
         self.peers.control.barrier(wait)?;
         self.compare(&header)?;
         descriptor.check(rank, size)?;
-        let views = if brief {
-            let control = &self.peers.control;
-            Some((0..control.ranks()).map(|rank| control.slot(rank)).collect())
+        let views = if brief && is_along_tree(&descriptor, topology, self.info.tree) {
+            // SAFETY: all ranks of the node have written their slots before the barrier.
+            Some(unsafe { gather(&mut self.peers, &descriptor, header, wait) }?)
+        } else if brief {
+            Some(topology.local_views(|index| self.peers.control.slot(index)))
         } else {
             self.mapped_views(request, base)?
         };
@@ -289,10 +293,14 @@ impl HostTransport {
     }
 
     /// Where the buffers of all ranks of the node are mapped, if all are in the same shared arena, or there is one rank.
-    fn mapped_views(&self, request: &Request, base: *mut u8) -> Result<Option<Vec<*mut u8>>, Failure> {
+    fn mapped_views(
+        &self,
+        request: &Request,
+        base: *mut u8,
+    ) -> Result<Option<Vec<Option<*mut u8>>>, Failure> {
         let (topology, control) = (&self.peers.topology, &self.peers.control);
         if topology.has_one_rank_per_node() {
-            return Ok(Some(vec![base]));
+            return Ok(Some(topology.local_views(|_| base)));
         }
         let Some(arena) = SharedArena::of(&request.buffer) else {
             return Ok(None);
@@ -313,7 +321,8 @@ impl HostTransport {
                 Failure::Invalid(format!("the buffer of rank {global} is not in `{arena:?}`"))
             })
         });
-        views.collect::<Result<_, _>>().map(Some)
+        let views: Vec<_> = views.collect::<Result<_, _>>()?;
+        Ok(Some(topology.local_views(|index| views[index])))
     }
 
     /// Takes a private buffer through the stages. In each step one round is filled, the round before it is worked
@@ -339,12 +348,12 @@ impl HostTransport {
             }
             if (1..=count).contains(&step) {
                 let round = step - 1;
-                let control = &self.peers.control;
-                let views: Vec<_> = (0..control.ranks()).map(|r| control.stage(r, round)).collect();
+                let (topology, control) = (&self.peers.topology, &self.peers.control);
+                let views = topology.local_views(|index| control.stage(index, round));
                 let plan = RoundPlan {
                     descriptor: rounds.descriptor(round),
-                    topology: &self.peers.topology,
-                    own: views[me],
+                    topology,
+                    own: control.stage(me, round),
                     views,
                     brief: false,
                 };

@@ -22,6 +22,7 @@ pub(crate) struct World {
     pub(crate) store: MemoryStore,
     pub(crate) cancel: Cancel,
     pub(crate) timeout: Duration,
+    pub(crate) tree: Option<bool>,
 }
 
 impl World {
@@ -32,6 +33,7 @@ impl World {
             store: MemoryStore::default(),
             cancel: Cancel::new(),
             timeout: PATIENCE,
+            tree: None,
         }
     }
 
@@ -61,6 +63,7 @@ impl World {
                     generation: 1,
                     data_key: Some(DataKey::new([7; 32])),
                     spin: self.size() <= cores,
+                    tree: self.tree,
                 });
             }
         }
