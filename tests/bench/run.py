@@ -190,6 +190,17 @@ def bench_collectives(args):
                 command = [f"{args.torch}/torchrun", "--standalone", "--nproc-per-node", str(ranks), PEERS / "collectives.py"]
                 subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
         print("```")
+    print("\n### Small all-reduces between nodes, 4 KiB\n\n| nodes × ranks | direct | tree | tree / direct |\n|---|---|---|---|")
+    for nodes, local in ((2, 1), (4, 1), (8, 1), (2, 2), (4, 2), (8, 2)):
+        direct, tree = [], []
+        for _ in range(args.turns):
+            for times, word in ((direct, "false"), (tree, "true")):
+                command = [ROOT / "target/release/examples/collectives", "--ranks", str(nodes * local), "--nodes", str(nodes),
+                           "--sizes", "4096", "--other", "--tree", word]
+                out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+                times.append(float(out.splitlines()[-1].split()[1]))
+        ratios = [100 * t / d for t, d in zip(tree, direct)]
+        print(f"| {nodes} × {local} | {spread(direct, 'µs')} | {spread(tree, 'µs')} | {spread(ratios, '%')} |", flush=True)
 
 
 def workers_of(job):

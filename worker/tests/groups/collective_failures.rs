@@ -48,7 +48,8 @@ fn without_the_last(world: &World, len: usize, instead: impl Fn() + Sync) -> Vec
             return (None, rank);
         }
         is_set_up.send(()).unwrap();
-        let failure = failure(&rank.comm.all_reduce(&arena.whole(), SUM, launch()));
+        let launch = Launch::now(Traffic::Other, "test");
+        let failure = failure(&rank.comm.all_reduce(&arena.whole(), SUM, launch));
         all_failed.send(()).unwrap();
         // The rank is returned too: one that left would be named by those that still wait.
         (Some(failure), rank)
@@ -58,9 +59,16 @@ fn without_the_last(world: &World, len: usize, instead: impl Fn() + Sync) -> Vec
 
 #[test]
 fn a_time_out_names_the_missing_rank() {
-    for nodes in [&[3][..], &[1, 1], &[1, 1, 1], &[2, 1]] {
+    for (nodes, tree) in [
+        (&[3][..], false),
+        (&[1, 1], false),
+        (&[1, 1, 1], false),
+        (&[2, 1], false),
+        (&[1, 1, 1, 1], true),
+    ] {
         for len in [1, 100_000] {
-            let world = World::of(nodes).timeout(SHORT);
+            let mut world = World::of(nodes).timeout(SHORT);
+            world.tree = Some(tree);
             let failures = without_the_last(&world, len, || {});
             for failure in failures.into_iter().flatten() {
                 let named = matches!(&failure, Failure::TimedOut { waiting_for, waited_ms }
@@ -276,9 +284,11 @@ fn a_set_up_says_for_whom_it_waits() {
 
 #[test]
 fn a_rank_that_leaves_is_named() {
-    for nodes in [&[2][..], &[1, 1]] {
-        let failures = World::of(nodes).run(Executor::Inline, |rank| {
-            let arena = rank.arena(true, &vec![1.0_f32; 100_000]);
+    for (nodes, len) in [(&[2][..], 100_000), (&[1, 1], 100_000), (&[1, 1], 10)] {
+        let mut world = World::of(nodes);
+        world.tree = Some(len == 10);
+        let failures = world.run(Executor::Inline, |rank| {
+            let arena = rank.arena(true, &vec![1.0_f32; len]);
             done(&rank.comm.all_reduce(&arena.whole(), SUM, launch()));
             (rank.rank() == 0).then(|| failure(&rank.comm.all_reduce(&arena.whole(), SUM, launch())))
         });
