@@ -82,6 +82,37 @@ impl Axis {
     }
 }
 
+/// The axes along which the ranks of a group differ, from the slowest to the fastest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Span {
+    /// The slowest.
+    pub first: Axis,
+    /// The fastest.
+    pub last: Axis,
+}
+
+impl Span {
+    /// Number of spans, with those that have no group.
+    pub const COUNT: usize = Axis::ALL.len() * Axis::ALL.len();
+
+    /// All of them, in the order of [`Span::index`].
+    pub fn all() -> impl Iterator<Item = Self> {
+        let from = |first| Axis::ALL.into_iter().map(move |last| Self { first, last });
+        Axis::ALL.into_iter().flat_map(from)
+    }
+
+    /// Where it stands among [`Span::all`].
+    pub const fn index(self) -> usize {
+        self.first as usize * Axis::ALL.len() + self.last as usize
+    }
+
+    /// The axes between both, and themselves.
+    pub fn axes(self) -> &'static [Axis] {
+        const ALL: &[Axis] = &Axis::ALL;
+        ALL.get(self.first as usize..=self.last as usize).unwrap_or_default()
+    }
+}
+
 /// Number of ranks along each axis: a pure function of configuration and job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct MeshShape {
@@ -197,6 +228,16 @@ impl MeshShape {
             fixed.all(|&axis| self.coordinate(*other, axis) == self.coordinate(rank, axis))
         };
         (0..self.ranks()).filter(is_member).collect()
+    }
+
+    /// The span of a group. None if it has one rank.
+    fn span(&self, members: &[usize]) -> Option<Span> {
+        let [first, next, ..] = *members else { return None };
+        let differ = |other: usize, axis: &Axis| self.coordinate(first, *axis) != self.coordinate(other, *axis);
+        Some(Span {
+            first: Axis::ALL.into_iter().find(|axis| differ(members[members.len() - 1], axis))?,
+            last: Axis::ALL.into_iter().rfind(|axis| differ(next, axis))?,
+        })
     }
 
     /// A job can continue with a different number of ranks only if that is a multiple of this
@@ -443,16 +484,13 @@ impl Mesh {
         of_groups.fold(self.world.wire_bytes(), |sum, bytes| sum + bytes)
     }
 
-    /// Bytes sent by axis, in the order of [`Axis::ALL`]. A group along several axes counts towards the slowest of them.
-    pub fn wire_bytes_by_axis(&self) -> [WireBytes; Axis::ALL.len()] {
-        let mut bytes = [WireBytes::default(); Axis::ALL.len()];
+    /// Bytes sent by [`Span`].
+    pub fn wire_bytes_by_span(&self) -> [WireBytes; Span::COUNT] {
+        let mut bytes = [WireBytes::default(); Span::COUNT];
         let groups = self.groups();
         for comm in groups.iter().map(|group| &group.comm).chain([&self.world]) {
-            let members = comm.members();
-            let (first, last) = (members[0], members[members.len() - 1]);
-            let differ = |axis: &Axis| self.shape.index(first, &[*axis]) != self.shape.index(last, &[*axis]);
-            if let Some(axis) = Axis::ALL.into_iter().find(differ) {
-                bytes[axis as usize] = bytes[axis as usize] + comm.wire_bytes();
+            if let Some(span) = self.shape.span(comm.members()) {
+                bytes[span.index()] = bytes[span.index()] + comm.wire_bytes();
             }
         }
         bytes

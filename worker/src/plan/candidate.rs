@@ -7,11 +7,11 @@ use ddp_proto::env::WorkerEnv;
 use ddp_proto::ids::WorldSize;
 
 use super::estimate::{Estimate, StepTraffic};
-use super::step_times::{BusyTimes, Machines, StepTimes};
+use super::step_times::{BusyTimes, Machines, StepTimes, sent_to_groups};
 use crate::config::{
     OffloadTarget, Pipeline, PipelineSchedule, Recompute, ShardGroup, Strategy, Sync, TrainConfig,
 };
-use crate::costs::{Cluster, GlobalBatch};
+use crate::costs::{Cluster, GlobalBatch, Sent};
 use crate::mesh::{Axis, MeshShape};
 use crate::parallel::pipeline::{PipelinePlan, Simulation};
 use crate::train::TrainError;
@@ -84,11 +84,10 @@ pub(super) fn under(config: &TrainConfig, strategy: Strategy) -> TrainConfig {
     config
 }
 
-/// What micro-batches need of a rank, whatever its mesh but for the tensor group.
-#[derive(Clone, Copy)]
+/// What micro-batches need of a rank, whatever its mesh but for the groups that compute layers together.
 pub(super) struct LayerNeeds {
-    /// Bytes that a rank sends to its tensor group in one micro-batch of the whole model.
-    pub(super) exchanged: u64,
+    /// What a rank sends to these groups in one micro-batch of the whole model.
+    pub(super) exchanged: Vec<Sent>,
     /// Bytes that a layer keeps of a micro-batch for backward.
     pub(super) kept: u64,
 }
@@ -113,9 +112,13 @@ impl LayerNeeds {
             Estimate::of(&config, &env)
         };
         let [one, two] = [with(1)?, with(2)?];
-        let [one_sends, two_send] = [one, two].map(|estimate| estimate.sent.activations);
+        let [one_sends, two_send] = [one.sent.exchanged, two.sent.exchanged];
+        let exchanged = std::array::from_fn(|span| {
+            let [one, two] = [one_sends[span], two_send[span]];
+            one + (layers - 1) * (two - one)
+        });
         Ok(Self {
-            exchanged: one_sends + (layers - 1) * (two_send - one_sends),
+            exchanged: sent_to_groups(&mesh(&config, &env)?, &Axis::ALL, &exchanged),
             kept: (two.held.activations).saturating_sub(one.held.activations),
         })
     }
@@ -176,7 +179,7 @@ impl AlikeRanks {
 
 impl<'a> PlannedMesh<'a> {
     pub(super) fn of(config: &TrainConfig, machines: &'a Machines) -> Result<Self, TrainError> {
-        let busy = BusyTimes::of(config, machines, LayerNeeds::of(config)?.exchanged);
+        let busy = BusyTimes::of(config, machines, &LayerNeeds::of(config)?.exchanged);
         Self::new(config.clone(), machines, busy)
     }
 
@@ -252,7 +255,7 @@ impl<'a> PlannedMesh<'a> {
             layers: (0..placement.ranks()).map(layers).collect(),
             fits: self.machines.memory.map(|memory| held <= memory),
             times: *times,
-            communication: StepTimes::communication(cluster, mesh, sent.by_axis),
+            communication: StepTimes::communication(cluster, mesh, &sent.state),
             offloaded_to: if is_file { "in a file" } else { "in host memory" },
             seconds: times.step(config, cluster, mesh, &sent),
             batch: GlobalBatch::of(config, mesh),

@@ -6,7 +6,7 @@ use ddp_proto::env::WorkerEnv;
 
 use crate::collective::WireBytes;
 use crate::config::{Strategy, TrainConfig};
-use crate::mesh::Axis;
+use crate::mesh::{Axis, Span};
 use crate::parallel::Reducer;
 use crate::train::idle_world::idle_world;
 use crate::train::rank_spec::RankSpec;
@@ -36,20 +36,22 @@ pub struct StepTraffic {
     pub grads: u64,
     /// Parameters, in the type that operations read.
     pub params: u64,
-    /// Activations and their gradients, within a tensor group.
+    /// Activations and their gradients, within groups that compute layers together.
     pub activations: u64,
     /// The same between the stages of a pipeline.
     pub pipeline: u64,
-    /// All of them along each axis, in the order of [`Axis::ALL`].
-    pub by_axis: [u64; Axis::ALL.len()],
+    /// Gradients and parameters by [`Span`].
+    pub state: [u64; Span::COUNT],
     /// The part of that which every micro-batch sends again.
-    pub repeated: [u64; Axis::ALL.len()],
+    pub repeated: [u64; Span::COUNT],
+    /// Activations by [`Span`], with those between stages.
+    pub exchanged: [u64; Span::COUNT],
 }
 
 impl StepTraffic {
     /// All of it.
     pub fn total(&self) -> u64 {
-        self.by_axis.iter().sum()
+        self.grads + self.params + self.activations + self.pipeline
     }
 
     /// The larger of both, kind by kind and axis by axis.
@@ -59,14 +61,30 @@ impl StepTraffic {
             params: self.params.max(other.params),
             activations: self.activations.max(other.activations),
             pipeline: self.pipeline.max(other.pipeline),
-            by_axis: std::array::from_fn(|axis| self.by_axis[axis].max(other.by_axis[axis])),
-            repeated: std::array::from_fn(|axis| self.repeated[axis].max(other.repeated[axis])),
+            state: std::array::from_fn(|span| self.state[span].max(other.state[span])),
+            repeated: std::array::from_fn(|span| self.repeated[span].max(other.repeated[span])),
+            exchanged: std::array::from_fn(|span| self.exchanged[span].max(other.exchanged[span])),
         }
     }
 
-    /// What goes to ranks along some axes.
+    /// What goes to ranks along some axes. A group along several axes counts towards the slowest of them.
     pub fn along(&self, axes: &[Axis]) -> u64 {
-        axes.iter().map(|&axis| self.by_axis[axis as usize]).sum()
+        self.state_along(axes) + self.exchanged_along(axes)
+    }
+
+    /// The gradients and parameters of it.
+    pub fn state_along(&self, axes: &[Axis]) -> u64 {
+        sent_along(axes, &self.state).map(|(_, bytes)| bytes).sum()
+    }
+
+    /// The activations of it.
+    pub fn exchanged_along(&self, axes: &[Axis]) -> u64 {
+        sent_along(axes, &self.exchanged).map(|(_, bytes)| bytes).sum()
+    }
+
+    /// The part of it that is sent once in a step of so many micro-batches.
+    pub(super) fn once(&self, micro_batches: u64) -> [u64; Span::COUNT] {
+        std::array::from_fn(|span| self.state[span].saturating_sub(micro_batches * self.repeated[span]))
     }
 }
 
@@ -113,36 +131,42 @@ fn step_traffic(
         _ => (planned.saturating_sub(ranks), planned),
     };
     let mut sent_by = |micro_batches| {
-        let before = replica.world.mesh.wire_bytes_by_axis();
+        let before = replica.world.mesh.wire_bytes_by_span();
         if micro_batches > 0 {
             rehearse_step(replica, reducer, micro_batches, &|_| {})?;
         }
-        let after = replica.world.mesh.wire_bytes_by_axis();
-        Ok::<_, TrainError>(Axis::ALL.map(|axis| after[axis as usize] - before[axis as usize]))
+        let after = replica.world.mesh.wire_bytes_by_span();
+        Ok::<[WireBytes; Span::COUNT], TrainError>(std::array::from_fn(|span| after[span] - before[span]))
     };
     let sent = [sent_by(fewer)?, sent_by(more)?];
-    let part = |kind: fn(&WireBytes) -> u64, axis: Axis| sent.map(|sent| kind(&sent[axis as usize]));
-    let all = |kind, axis| {
-        let [first, second] = part(kind, axis);
+    let part = |kind: fn(&WireBytes) -> u64, span: usize| sent.each_ref().map(|sent| kind(&sent[span]));
+    let all = |kind, span| {
+        let [first, second] = part(kind, span);
         first + (second - first) * (micro_batches - fewer) as u64 / (more - fewer) as u64
     };
-    let sum = |kind| Axis::ALL.map(|axis| all(kind, axis)).iter().sum();
+    let sum = |kind| (0..Span::COUNT).map(|span| all(kind, span)).sum();
     Ok(StepTraffic {
         grads: sum(|sent| sent.grads),
         params: sum(|sent| sent.params),
         activations: sum(|sent| sent.activations),
         pipeline: sum(|sent| sent.pipeline),
-        by_axis: Axis::ALL.map(|axis| all(of_step, axis)),
-        repeated: Axis::ALL.map(|axis| match (micro_batches, part(of_step, axis)) {
+        state: std::array::from_fn(|span| all(of_state, span)),
+        repeated: std::array::from_fn(|span| match (micro_batches, part(of_state, span)) {
             (1, _) => 0,
             (_, [first, second]) => (second - first) / (more - fewer) as u64,
         }),
+        exchanged: std::array::from_fn(|span| all(|sent| sent.activations + sent.pipeline, span)),
     })
 }
 
-/// All bytes but those of the step's own numbers.
-fn of_step(sent: &WireBytes) -> u64 {
-    sent.grads + sent.params + sent.activations + sent.pipeline
+fn of_state(sent: &WireBytes) -> u64 {
+    sent.grads + sent.params
+}
+
+/// What of `sent`, which is by [`Span`], goes along spans that begin with one of `axes`.
+pub(super) fn sent_along(axes: &[Axis], sent: &[u64; Span::COUNT]) -> impl Iterator<Item = (Span, u64)> {
+    let spans = Span::all().filter(|span| axes.contains(&span.first));
+    spans.map(|span| (span, sent[span.index()]))
 }
 
 #[cfg(test)]

@@ -217,6 +217,20 @@ fn a_layer_of_32_mib_of_activations_sends_235_mb_over_8_tensor_ranks_and_294_mb_
     assert_eq!(sent(&["parallel.sequence=true"]), 293_601_280);
 }
 
+/// Keys and values of K bytes are gathered in forward and in backward, and their gradients reduce-scattered.
+#[test]
+fn a_layer_of_c_context_ranks_sends_3_times_c_minus_1_of_c_parts_of_keys_and_values() {
+    let keys_and_values = 2 * 2048 * 256 * 4;
+    for context in [2, 4, 8] {
+        let layout = format!("parallel.context={context}");
+        let overrides = ["train.micro_batch=1", &layout];
+        let sent = of_a_layer(256, &overrides, |told| told.sent.exchanged_along(&[Axis::Context]));
+        assert_eq!(sent, 3 * (context - 1) * keys_and_values / context, "{layout}");
+        let all = of_a_layer(256, &overrides, |told| told.sent.activations);
+        assert_eq!(sent, all, "{layout}");
+    }
+}
+
 /// Of the layer of Korthikanti et al. 2022, table 2: with 16 bits, attention's matrices and the masks of dropout kept.
 #[test]
 fn a_layer_of_gpt_3_keeps_less_than_the_published_2869_579_and_359_mb() {
@@ -293,7 +307,7 @@ fn what_goes_along_each_axis_is_counted_apart() {
         let sent = estimate(sizes, 8, strategy, &overrides).sent;
         let kinds = [sent.grads, sent.params, sent.activations, sent.pipeline];
         assert_eq!(sent.total(), kinds.iter().sum::<u64>(), "{strategy}: {sent:?}");
-        let [pipeline, replicate, shard, .., tensor] = sent.by_axis;
+        let [pipeline, replicate, shard, .., tensor] = Axis::ALL.map(|axis| sent.along(&[axis]));
         assert_eq!(
             (replicate == 0, shard == 0),
             (strategy != "ddp", strategy == "ddp"),

@@ -74,7 +74,7 @@ pub enum Advice {
 
 /// Of the strategies that fit, the one that sends least.
 fn choice(candidates: &[Candidate]) -> Option<Strategy> {
-    let sent = |candidate: &Candidate| candidate.sent.along(&GRADIENTS);
+    let sent = |candidate: &Candidate| candidate.sent.state_along(&GRADIENTS);
     let fits = |candidate: &&Candidate| candidate.fits == Some(true);
     let in_order = PREFERENCE.map(|strategy| {
         candidates

@@ -1,4 +1,4 @@
-//! The layouts of given machines with the shortest steps: every mesh pp × dp × tp that divides, with every schedule and
+//! The layouts of given machines with the shortest steps: every mesh pp × dp × cp × tp that divides, with every schedule and
 //! strategy, and with more recomputation than configured. The global batch stays that of the configuration: with fewer
 //! data-parallel ranks each has more micro-batches.
 //!
@@ -18,12 +18,15 @@ use super::candidate::{Candidate, LayerNeeds, PlannedMesh, env, under};
 use super::step_times::{BusyTimes, Machines};
 use crate::config::Recompute::{Full, Norms, Nothing, Selective};
 use crate::config::{PipelineSchedule, ShardGroup, Strategy, TrainConfig};
+use crate::costs::micro_batch_shape;
 use crate::mesh::{Axis, GRADIENTS, MeshShape};
 use crate::train::TrainError;
 use crate::train::strategy::mesh;
 
 /// A step that is shorter by less than this part is as long.
 const SAME: f64 = 1e-3;
+/// Least positions of a chunk. Each context rank has two of them.
+const LEAST_CHUNK: usize = 1024;
 /// The forwards of a micro-batch for which a rank waits at least for each other rank, if F, I and W last as long; the schedule;
 /// and its chunks a rank: more of them send more messages. GPipe takes as long as 1F1B and never holds less, and where the
 /// greedy schedule is better, ZBV is that one.
@@ -115,7 +118,7 @@ impl FoundLayout {
 
     /// Faster, or as fast and less to send. Padding alone is no difference.
     fn is_better(&self, other: &Self) -> bool {
-        let sent = |found: &Self| found.candidate.sent.along(&GRADIENTS);
+        let sent = |found: &Self| found.candidate.sent.state_along(&GRADIENTS);
         let is_as_fast = self.seconds() <= other.seconds() * (1.0 + SAME);
         self.seconds() < other.seconds() * (1.0 - SAME) || is_as_fast && sent(self) * 100 < sent(other) * 99
     }
@@ -153,19 +156,24 @@ fn possible<T>(result: Result<T, TrainError>) -> Result<Option<T>, TrainError> {
 /// the recomputation of the configuration, and with each that keeps less.
 fn drafts(config: &TrainConfig, machines: &Machines) -> Result<Vec<LayoutDraft>, TrainError> {
     let here = machines.cluster.ranks_a_node as usize;
+    let ranks = machines.cluster.ranks() as usize;
+    let has_long_chunks =
+        |context: usize| context == 1 || config.model.block_size >= 2 * context * LEAST_CHUNK;
     let is_near = |tensor: usize| here.is_multiple_of(tensor) || config.parallel.tensor_across_nodes;
     let mut drafts = Vec::new();
     for recompute in [Nothing, Norms, Selective, Full] {
         if recompute < config.train.recompute {
             continue;
         }
-        for tensor in divisors(machines.cluster.ranks() as usize).filter(|tensor| is_near(*tensor)) {
-            let mut config = under(config, Strategy::Ddp);
-            let rows = config.train.micro_batch * config.model.block_size;
-            config.train.recompute = recompute;
-            config.parallel.tensor = tensor;
-            config.parallel.sequence = tensor > 1 && rows.is_multiple_of(tensor);
-            drafts.extend(piped_drafts(&config, machines)?);
+        for tensor in divisors(ranks).filter(|tensor| is_near(*tensor)) {
+            for context in divisors(ranks / tensor).filter(|context| has_long_chunks(*context)) {
+                let mut config = under(config, Strategy::Ddp);
+                config.train.recompute = recompute;
+                (config.parallel.tensor, config.parallel.context) = (tensor, context);
+                let rows: usize = micro_batch_shape(&config).iter().product();
+                config.parallel.sequence = tensor > 1 && rows.is_multiple_of(tensor);
+                drafts.extend(piped_drafts(&config, machines)?);
+            }
         }
     }
     drafts.sort_by(|a, b| a.floor.total_cmp(&b.floor));
@@ -176,13 +184,13 @@ fn divisors(number: usize) -> impl Iterator<Item = usize> {
     (1..=number).filter(move |divisor| number.is_multiple_of(*divisor))
 }
 
-/// The layouts with the `parallel.tensor` of `config`.
+/// The layouts with the `parallel.tensor` and `parallel.context` of `config`.
 fn piped_drafts(config: &TrainConfig, machines: &Machines) -> Result<Vec<LayoutDraft>, TrainError> {
     let Some(layer) = possible(LayerNeeds::of(config))? else {
         return Ok(Vec::new());
     };
     let ranks = machines.cluster.ranks() as usize;
-    let piped = ranks / config.parallel.tensor;
+    let piped = ranks / (config.parallel.tensor * config.parallel.context);
     let samples = config.train.grad_accumulation * ranks;
     let mut drafts = Vec::new();
     for stages in divisors(piped).filter(|stages| *stages <= config.model.n_layer) {
@@ -193,7 +201,7 @@ fn piped_drafts(config: &TrainConfig, machines: &Machines) -> Result<Vec<LayoutD
         let Some(mesh) = mesh.filter(|_| (samples * stages).is_multiple_of(piped)) else {
             continue;
         };
-        let busy = BusyTimes::of(&config, machines, layer.exchanged);
+        let busy = BusyTimes::of(&config, machines, &layer.exchanged);
         let forwards = (3 * config.train.grad_accumulation) as f64;
         let forward = busy.compute.unwrap_or(f64::INFINITY) / forwards;
         let is_apt = |schedule| stages > 1 || schedule == PipelineSchedule::OneFOneB;

@@ -284,13 +284,22 @@ fn those_that_are_not_looked_at_are_slower() {
     }
 }
 
-/// A candidate's settings, given, are planned as that candidate.
+/// A candidate's settings, given, are planned as that candidate: in long samples that few ranks can divide among them, too.
 #[test]
 fn settings_make_the_layout() {
+    let long = SMALL.replace("block_size: 32", "block_size: 16384");
+    for text in [SMALL, &long] {
+        let found = search(&with(text, &[]), &small_machines(1 << 40), 100);
+        let has_context = layouts(&found).iter().any(|layout| layout.contains("cp 8"));
+        assert_eq!(has_context, text == long);
+        are_planned_as_listed(text, found.best);
+    }
+}
+
+fn are_planned_as_listed(text: &str, best: Vec<FoundLayout>) {
     let machines = small_machines(1 << 40);
-    let config = with(SMALL, &[]);
-    for found in search(&config, &machines, 100).best {
-        let given = load(SMALL, &found.settings);
+    for found in best {
+        let given = load(text, &found.settings);
         assert_eq!(
             Candidate::of(&given, &machines).unwrap(),
             found.candidate,

@@ -5,8 +5,8 @@
 //! | part | time |
 //! |---|---|
 //! | arithmetic | operations of a layer over the device's rate: a third in F, a third in I, a third in W |
-//! | tensor groups | half of a layer's exchanges in F, half in I, as if nothing overlapped with them |
-//! | pipeline | (arithmetic + tensor groups) / (1 − bubble) |
+//! | tensor, context and expert groups | half of a layer's exchanges in F, half in I, as if nothing overlapped with them |
+//! | pipeline | (arithmetic + exchanges) / (1 − bubble) |
 //! | data-parallel ranks | traffic of every micro-batch overlaps with the whole step; traffic of once per step (gradients at its end, parameters before the next) with the last backward and the first forward |
 //!
 //! In backward, a run starts the reduction of a column-parallel layer's input gradient and computes
@@ -17,10 +17,10 @@ use std::ops::Range;
 
 use crate::config::{Sync, TrainConfig};
 use crate::costs::{Cluster, Sent, micro_batch_shape, residual_rows};
-use crate::mesh::{Axis, GRADIENTS, MeshShape};
+use crate::mesh::{Axis, GRADIENTS, MeshShape, Span};
 use crate::parallel::Dtypes;
 use crate::parallel::pipeline::{PipelinePlan, RankTimeline, Simulation, StageCosts};
-use crate::plan::estimate::StepTraffic;
+use crate::plan::estimate::{StepTraffic, sent_along};
 use crate::train::strategy::layer_work;
 
 /// Ticks of the simulator in the longest action or message: small enough that a step never
@@ -47,39 +47,31 @@ pub struct Machines {
 pub struct BusyTimes {
     /// Arithmetic, if the rate is known.
     pub compute: Option<f64>,
-    /// Exchanges within its tensor group, if the rates are known.
-    pub tensor: Option<f64>,
+    /// Exchanges within the groups that compute layers together, if the rates are known.
+    pub exchanges: Option<f64>,
     /// Exchanges in one layer for one micro-batch.
     exchange: f64,
 }
 
 impl BusyTimes {
-    /// `exchanged`: bytes that a rank sends to its tensor group in one micro-batch of the whole
-    /// model.
-    pub(super) fn of(config: &TrainConfig, machines: &Machines, exchanged: u64) -> Self {
-        let (tensor, stages) = (
-            config.parallel.tensor as u64,
-            config.parallel.pipeline.stages as f64,
-        );
+    /// `exchanged`: what a rank sends to these groups in one micro-batch of the whole model.
+    pub(super) fn of(config: &TrainConfig, machines: &Machines, exchanged: &[Sent]) -> Self {
+        let stages = config.parallel.pipeline.stages as f64;
         let (layers, micro_batches) = (config.model.n_layer as u64, config.train.grad_accumulation as f64);
-        let to_group = Sent {
-            bytes: exchanged,
-            ranks: tensor,
-            stride: 1,
-        };
-        let exchange = machines.cluster.least_seconds(&[to_group]);
+        let exchange = machines.cluster.least_seconds(exchanged);
         let [layer, head] = layer_work(config);
-        let work = (layers * layer.total() + head.total()) as f64 * tokens(config) / tensor as f64;
+        let tensor = config.parallel.tensor as f64;
+        let work = (layers * layer.total() + head.total()) as f64 * tokens(config) / tensor;
         Self {
             compute: machines.flops.map(|rate| micro_batches * work / rate / stages),
-            tensor: exchange.map(|seconds| micro_batches * seconds / stages),
+            exchanges: exchange.map(|seconds| micro_batches * seconds / stages),
             exchange: exchange.unwrap_or(0.0) / layers as f64,
         }
     }
 
     /// Arithmetic and exchanges, one after the other.
     pub(super) fn sum(&self) -> Option<f64> {
-        Some(self.compute? + self.tensor?)
+        Some(self.compute? + self.exchanges?)
     }
 }
 
@@ -151,18 +143,13 @@ impl StepTimes {
         (times, simulation)
     }
 
-    /// Least time for what a rank sends to data-parallel ranks.
+    /// Least time for gradients and parameters that a rank sends, by [`Span`].
     pub(super) fn communication(
         cluster: &Cluster,
         mesh: &MeshShape,
-        sent: [u64; Axis::ALL.len()],
+        state: &[u64; Span::COUNT],
     ) -> Option<f64> {
-        let along = |axis: Axis| Sent {
-            bytes: sent[axis as usize],
-            ranks: mesh.size(&[axis]) as u64,
-            stride: mesh.stride(axis) as u64,
-        };
-        cluster.least_seconds(&GRADIENTS.map(along))
+        cluster.least_seconds(&sent_to_groups(mesh, &GRADIENTS, state))
     }
 
     /// Time of a step of `config` in which a rank sends `sent`.
@@ -173,13 +160,9 @@ impl StepTimes {
         mesh: &MeshShape,
         sent: &StepTraffic,
     ) -> Option<f64> {
-        let micro_batches = config.train.grad_accumulation as u64;
-        let once = Axis::ALL.map(|axis| {
-            let axis = axis as usize;
-            sent.by_axis[axis].saturating_sub(micro_batches * sent.repeated[axis])
-        });
+        let once = sent.once(config.train.grad_accumulation as u64);
         let pipeline = self.pipeline?;
-        let [once, all] = [once, sent.by_axis].map(|sent| Self::communication(cluster, mesh, sent));
+        let [once, all] = [once, sent.state].map(|sent| Self::communication(cluster, mesh, &sent));
         let overlaps = config.parallel.overlap && config.parallel.sync != Sync::Naive;
         Some(if overlaps {
             let before = (pipeline - self.hides).max(0.0);
@@ -188,6 +171,17 @@ impl StepTimes {
             pipeline + all?
         })
     }
+}
+
+/// What goes to the groups whose slowest axis is one of `axes`, of what is `sent` by [`Span`].
+pub(super) fn sent_to_groups(mesh: &MeshShape, axes: &[Axis], sent: &[u64; Span::COUNT]) -> Vec<Sent> {
+    let to_group = |(span, bytes): (Span, u64)| Sent {
+        bytes,
+        ranks: mesh.size(span.axes()) as u64,
+        stride: mesh.stride(span.last) as u64,
+    };
+    let sent = sent_along(axes, sent).map(to_group);
+    sent.filter(|sent| sent.bytes > 0).collect()
 }
 
 fn in_ticks(seconds: [f64; 3], tick: f64, layers: u64) -> StageCosts {

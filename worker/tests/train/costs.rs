@@ -381,7 +381,15 @@ fn what_is_foretold_of_copies_and_of_groups_that_persist_is_what_happens() {
 #[test]
 fn what_is_foretold_of_layouts_is_what_happens() {
     type Change = fn(&mut TrainConfig);
-    let layouts: [(&str, usize, Change); 7] = [
+    let layouts: [(&str, usize, Change); 9] = [
+        ("cp 2, zero3", 2, |c| {
+            c.parallel.context = 2;
+            c.parallel.strategy = Strategy::Zero3;
+        }),
+        ("dp 2 × cp 2 × tp 2, zero1", 8, |c| {
+            (c.parallel.tensor, c.parallel.sequence, c.parallel.context) = (2, true, 2);
+            c.parallel.strategy = Strategy::Zero1;
+        }),
         ("tp 2", 2, |c| c.parallel.tensor = 2),
         ("tp 2 that shares rows", 2, |c| {
             (c.parallel.tensor, c.parallel.sequence) = (2, true);

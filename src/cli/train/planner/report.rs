@@ -16,6 +16,13 @@ const UNKNOWN: &str = "–";
 /// Rows that have only such cells are left out.
 const NOTHING: [&str; 3] = ["0 B", "0.000 ms", "0.0 %"];
 
+/// The groups that compute layers together.
+const GROUPS: [(&str, Axis); 3] = [
+    ("  to its tensor group", Axis::Tensor),
+    ("  to its context group", Axis::Context),
+    ("  to its expert group", Axis::Expert),
+];
+
 /// What is appended to the titles of times and of rates. With less than the peak rate of a device,
 /// they are estimates and not bounds.
 pub(super) fn bounds(mfu: f64) -> [&'static str; 2] {
@@ -202,11 +209,13 @@ fn strategies(comparison: &Comparison, context: &Context) -> String {
         Some(if c.fits? { "yes" } else { "no" }.to_owned())
     }));
     rows.push(size("sent per rank", |c| c.sent.total()));
-    rows.push(size("  to its tensor group", |c| c.sent.along(&[Axis::Tensor])));
+    for (title, axis) in GROUPS {
+        rows.push(row(title, &|c| bytes(c.sent.exchanged_along(&[axis]))));
+    }
     rows.push(size("  to other stages", |c| c.sent.along(&[Axis::Pipeline])));
     rows.push(size("    activations", |c| c.sent.pipeline));
     rows.extend(known("arithmetic", &|c| c.times.busy.compute.map(duration)));
-    rows.extend(known("tensor exchanges", &|c| c.times.busy.tensor.map(duration)));
+    rows.extend(known("exchanges", &|c| c.times.busy.exchanges.map(duration)));
     rows.push(row("pipeline bubble", &|c| share(c.times.bubble)));
     rows.extend(known("communication", &|c| c.communication.map(duration)));
     rows.extend(known(&format!("step time{least}"), &|c| c.seconds.map(duration)));
