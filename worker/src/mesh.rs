@@ -92,24 +92,29 @@ pub struct Span {
 }
 
 impl Span {
-    /// Number of spans, with those that have no group.
-    pub const COUNT: usize = Axis::ALL.len() * Axis::ALL.len();
+    /// Number of spans.
+    pub const COUNT: usize = Axis::ALL.len() * (Axis::ALL.len() + 1) / 2;
 
     /// All of them, in the order of [`Span::index`].
     pub fn all() -> impl Iterator<Item = Self> {
-        let from = |first| Axis::ALL.into_iter().map(move |last| Self { first, last });
-        Axis::ALL.into_iter().flat_map(from)
+        let to = |last| {
+            Axis::ALL[..=last as usize]
+                .iter()
+                .map(move |&first| Self { first, last })
+        };
+        Axis::ALL.into_iter().flat_map(to)
     }
 
     /// Where it stands among [`Span::all`].
     pub const fn index(self) -> usize {
-        self.first as usize * Axis::ALL.len() + self.last as usize
+        let last = self.last as usize;
+        last * (last + 1) / 2 + self.first as usize
     }
 
     /// The axes between both, and themselves.
     pub fn axes(self) -> &'static [Axis] {
         const ALL: &[Axis] = &Axis::ALL;
-        ALL.get(self.first as usize..=self.last as usize).unwrap_or_default()
+        &ALL[self.first as usize..=self.last as usize]
     }
 }
 
@@ -233,9 +238,12 @@ impl MeshShape {
     /// The span of a group. None if it has one rank.
     fn span(&self, members: &[usize]) -> Option<Span> {
         let [first, next, ..] = *members else { return None };
-        let differ = |other: usize, axis: &Axis| self.coordinate(first, *axis) != self.coordinate(other, *axis);
+        let differ =
+            |other: usize, axis: &Axis| self.coordinate(first, *axis) != self.coordinate(other, *axis);
         Some(Span {
-            first: Axis::ALL.into_iter().find(|axis| differ(members[members.len() - 1], axis))?,
+            first: Axis::ALL
+                .into_iter()
+                .find(|axis| differ(members[members.len() - 1], axis))?,
             last: Axis::ALL.into_iter().rfind(|axis| differ(next, axis))?,
         })
     }

@@ -224,7 +224,9 @@ fn a_layer_of_c_context_ranks_sends_3_times_c_minus_1_of_c_parts_of_keys_and_val
     for context in [2, 4, 8] {
         let layout = format!("parallel.context={context}");
         let overrides = ["train.micro_batch=1", &layout];
-        let sent = of_a_layer(256, &overrides, |told| told.sent.exchanged_along(&[Axis::Context]));
+        let sent = of_a_layer(256, &overrides, |told| {
+            told.sent.exchanged_along(&[Axis::Context])
+        });
         assert_eq!(sent, 3 * (context - 1) * keys_and_values / context, "{layout}");
         let all = of_a_layer(256, &overrides, |told| told.sent.activations);
         assert_eq!(sent, all, "{layout}");
