@@ -49,8 +49,8 @@ mod update;
 
 pub(crate) use attention::has_tensor_kernels;
 pub use attention::{
-    AttentionBackward, AttentionDecode, AttentionForward, AttentionMerge, AttentionShape, CopyRows, HeadsView,
-    Rotary, RotaryEmbedding, RowBlocks,
+    AttentionBackward, AttentionDecode, AttentionForward, AttentionMerge, AttentionShape, CopyRows,
+    HeadsView, Rotary, RotaryEmbedding, RowBlocks,
 };
 pub use batch_norm::{BatchNormBackward, BatchNormBackwardSums, BatchNormForward, BatchNormSums};
 pub use column_sum::{AddBiasResidual, ColumnSum};

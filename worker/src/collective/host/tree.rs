@@ -22,9 +22,12 @@ const MESSAGES_IN_LATENCY: usize = 2;
 /// True if a brief operation goes along the tree. All ranks must contribute equally, on nodes of equal size.
 pub(super) fn is_along_tree(descriptor: &Descriptor, topology: &Topology, forced: Option<bool>) -> bool {
     let (nodes, ranks) = (topology.nodes(), topology.local_ranks().len());
-    let is_even = nodes.iter().all(|node| node.len() == ranks);
-    let is_rooted = matches!(descriptor.operation, Operation::Broadcast { .. });
-    let is_possible = is_even && !is_rooted && !topology.is_one_node();
+    let is_possible = match descriptor.operation {
+        Operation::AllReduce(_) | Operation::ReduceScatter(_) | Operation::AllGather | Operation::Barrier => {
+            nodes.len() > 1 && nodes.iter().all(|node| node.len() == ranks)
+        }
+        _ => false,
+    };
     is_possible && forced.unwrap_or_else(|| is_faster(nodes.len(), ranks))
 }
 
