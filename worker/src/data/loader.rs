@@ -338,6 +338,18 @@ mod tests {
         assert_eq!(fill(1, 0, 1), ([18, 19, 20, 0, 1, 2], [19, 20, 21, 1, 2, 3]));
         // s = 1, m = 0, r = 0: k = 8, 9 mod 7 = 1, 2.
         assert_eq!(fill(0, 1, 0).0, [3, 4, 5, 6, 7, 8]);
+        // The first and the last position of blocks 0 and 6, and of one that is not there.
+        let (mut inputs, mut targets) = ([9; 6], [9; 6]);
+        fill_batch(
+            &tokens,
+            [0, 18].into_iter(),
+            &[0..1, 2..3],
+            &mut inputs,
+            &mut targets,
+        )
+        .unwrap();
+        assert_eq!(inputs, [0, 18, 0, 2, 20, 0]);
+        assert_eq!(targets, [1, 19, IGNORED, 3, 21, IGNORED]);
     }
 
     /// All samples of `steps` steps at this number of ranks, in the order of the global stream.

@@ -121,10 +121,10 @@ impl<'a> KeyExchange<'a> {
 
     /// Keys and values of all positions in their order, `[B, T, 2·KV·D]`.
     pub(super) fn gather(&self, qkv: &Activation) -> Result<Activation, DeviceError> {
+        let ordered = self.lease("keys and values")?;
         let by_rank = self.lease("keys and values by rank")?;
         self.copy(self.own(qkv), self.own(&self.group.own_rows(&by_rank)?), false);
         self.group.gather_rows(&by_rank, "keys and values")?;
-        let ordered = self.lease("keys and values")?;
         for is_late in [false, true] {
             self.copy(
                 self.by_rank(&by_rank, is_late),

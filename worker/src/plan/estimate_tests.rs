@@ -294,6 +294,22 @@ fn a_boundary_between_stages_of_2_samples_of_2048_positions_of_4096_channels_is_
     assert_eq!(sent(&shared), 3 * 33_554_432 / 2);
 }
 
+/// Forward gathers keys and values, backward gathers them again and scatters their gradients: 3(c − 1)/c·K a layer.
+#[test]
+fn context_ranks_exchange_keys_and_values_three_times() {
+    let overrides = [
+        "parallel.context=4",
+        "train.micro_batch=2",
+        "train.grad_accumulation=3",
+    ];
+    let keys = 2 * (2 * 32 * 64 * 4);
+    for strategy in ALL {
+        let sent = estimate([5, 64], 4, strategy, &overrides).sent;
+        assert_eq!(sent.activations, 3 * 5 * (3 * 3 * keys / 4), "{strategy}");
+        assert_eq!(sent.along(&[Axis::Context]), sent.total(), "{strategy}");
+    }
+}
+
 /// Pipeline × data × tensor.
 #[test]
 fn what_goes_along_each_axis_is_counted_apart() {

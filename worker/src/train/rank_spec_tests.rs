@@ -6,8 +6,8 @@ use super::*;
 use crate::config;
 use crate::device::Arena;
 
-/// Every type of parameters with every recomputation, and dropout.
-const VARIANTS: [&[&str]; 9] = [
+/// Every type of parameters with every recomputation; dropout; a part of the positions.
+const VARIANTS: [&[&str]; 11] = [
     &["train.recompute=nothing"],
     &["train.recompute=norms"],
     &["train.recompute=selective"],
@@ -17,6 +17,8 @@ const VARIANTS: [&[&str]; 9] = [
     &["train.precision=bf16", "train.recompute=selective"],
     &["train.precision=bf16", "train.recompute=full"],
     &["model.dropout=0.1"],
+    &["parallel.context=2"],
+    &["parallel.context=2", "train.recompute=full"],
 ];
 
 fn config_of(
@@ -35,7 +37,7 @@ fn config_of(
 }
 
 fn specs(config: &TrainConfig) -> Vec<RankSpec> {
-    let ranks = config.parallel.pipeline.stages as u32;
+    let ranks = (config.parallel.pipeline.stages * config.parallel.context) as u32;
     let env = WorkerEnv {
         world_size: WorldSize(ranks),
         local_world_size: ranks,

@@ -71,6 +71,7 @@ fn rows(prepared: &Prepared<'_>) -> Rows {
     table.add("backend", backend(trainer));
     table.add("precision", precision(config));
     table.add("strategy", strategy(trainer));
+    table.add("context", context(trainer));
     table.add("tensor", tensor(trainer));
     table.add("pipeline", pipeline(&trainer.replica.plan));
     table.add("gradient sync", sync(trainer, prepared.reducer.operations()));
@@ -329,6 +330,15 @@ fn nothing_to_shard(ranks: usize) -> String {
         ranks => format!("{ranks} ranks hold a single replica"),
     };
     format!("ddp: {copy}, nothing to shard")
+}
+
+/// How many ranks share the positions of each sample, if several do.
+fn context(trainer: &TrainerParts<'_>) -> Option<String> {
+    let ranks = trainer.spec.strategy.mesh.size(&[Axis::Context]);
+    let positions = trainer.replica.shape()[1];
+    (ranks > 1).then(|| {
+        format!("{ranks} ranks share each sample: {positions} positions each; they gather keys and values")
+    })
 }
 
 /// How many ranks divide each matrix, if several do.
