@@ -1,13 +1,12 @@
 //! Copies of rows, between buffers in which they lie in different orders: keys and values leave the fused projection, and
 //! go into the order of their positions.
 
-use crate::cuda::{Grid, KernelSource};
+use super::merge::SOURCE;
+use crate::cuda::Grid;
 use crate::memory::{Buffer, DeviceError};
 use crate::ops::cpu::kernel::{add_into, by_dtype};
 use crate::ops::cpu::stored::Stored;
-use crate::ops::cuda::plan::{
-    Call, Plan, THREADS, WIDEST, act_defines, count, element, expect_dtype, kernels, width,
-};
+use crate::ops::cuda::plan::{Call, Plan, THREADS, WIDEST, act_defines, count, element, expect_dtype, width};
 use crate::ops::{Cpu, Operation};
 
 /// Blocks of consecutive rows: block `(i, j)` is the one with number `first + i·steps[0] + j·steps[1]` of a buffer.
@@ -142,5 +141,3 @@ impl CopyRows {
         Ok(())
     }
 }
-
-static SOURCE: KernelSource = kernels("copy_rows.cu", include_str!("../cuda/copy_rows.cu"));

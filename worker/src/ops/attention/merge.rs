@@ -104,4 +104,4 @@ kernel! {
     }
 }
 
-static SOURCE: KernelSource = kernels("merge.cu", include_str!("../cuda/merge.cu"));
+pub(super) static SOURCE: KernelSource = kernels("context.cu", include_str!("../cuda/context.cu"));

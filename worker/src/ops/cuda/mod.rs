@@ -19,13 +19,12 @@
 //! | `rmsnorm` | the same, without moving rows | 2s; 4s |
 //! | `swiglu` | forward; backward in place; of an element of the output | 3s; 6s |
 //! | `rotary` | forward and backward in place, of queries and keys | 2s |
-//! | `copy_rows` | rows into another order, or added to it | 2s; 3s |
 //! | `column_sum` | sums over rows in two stages; a single row, added or copied, in one; a bias and a residual added to rows | s; 2s, 3s; 2s, 3s |
 //! | `encoder` | forward, gradient of positions | 2s; s |
 //! | `token_backward`, `token_sort` | gradient of the token embedding: rows sorted by token, then added | s, and the rows touched |
 //! | `attention` | forward, backward in two kernels; in f32 arithmetic; bytes where no heads share | 4s·C a position; 12s·C |
 //! | `flash_forward`, `flash_backward` | the same on tensor cores, in bf16 (`flash.cuh`, `tensor_core.cuh`) | as above |
-//! | `merge` | joins attention over two stretches of keys | 3s |
+//! | `context` | rows into another order, or added to it; attention over two stretches of keys, joined | 2s, 3s; 3s |
 //! | `decode` | appends to a key-value cache; attention by parts of the keys, and their sum | what is seen of the cache |
 //! | `linear` | none of ours: cuBLASLt ([`crate::cuda::Product`]) | operands and output once, at best |
 //! | `linear` with `gelu` | those of both; none of ours where one pass is asked for and cuBLASLt has it | as both; in one pass as `linear`, and 2s·O for the GELU's input |
