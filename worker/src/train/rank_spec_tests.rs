@@ -83,7 +83,8 @@ fn what_was_rehearsed_is_enough_and_not_a_byte_too_much() {
         for variant in VARIANTS {
             for more in [&[], context] {
                 let more = [variant, more].concat();
-                check(&config_of(kind, [3, 32, 64, 256], &more), &format!("{kind}, {more:?}"));
+                let config = config_of(kind, [3, 32, 64, 256], &more);
+                check(&config, &format!("{kind}, {more:?}"));
             }
         }
     }

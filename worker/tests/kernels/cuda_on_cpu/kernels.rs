@@ -57,6 +57,11 @@ fn cast() {
 }
 
 #[test]
+fn copies_of_rows() {
+    check("copy");
+}
+
+#[test]
 fn fill() {
     check("fill");
 }
