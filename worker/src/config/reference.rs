@@ -9,7 +9,7 @@ use super::table::{Allowed, Key};
 pub fn reference() -> String {
     let mut text = String::new();
     let mut section = "";
-    let mut words = String::new();
+    let (mut words, mut explained) = (String::new(), &[][..]);
     for key in keys() {
         let own = key.path.split('.').next().unwrap_or_default();
         if own != section {
@@ -28,7 +28,10 @@ pub fn reference() -> String {
             values(&key.allowed),
             key.about.trim()
         );
-        if let Allowed::Word(all) = &key.allowed {
+        // Neighbours may share them.
+        if let Allowed::Word(all) = &key.allowed
+            && std::mem::replace(&mut explained, *all) != *all
+        {
             let _ = write!(words, "\n`{}`:\n\n", key.path);
             for (word, about) in *all {
                 let _ = writeln!(words, "- `{word}`: {}", about.trim());

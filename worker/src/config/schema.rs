@@ -190,7 +190,7 @@ sections! {
     Offload at "train.offload." {
         /// Where the optimizer's state is kept.
         optimizer: OffloadTarget = "none";
-        /// `zero3`: where the shards of parameters and gradients are kept.
+        /// `zero3`: where shards of parameters and gradients are kept.
         parameters: OffloadTarget = "none";
         /// With `optimizer: file`: directory on the file system to use; by default the run's.
         dir: Option<PathBuf>;
