@@ -215,7 +215,7 @@ impl StateMemory {
             (Op::Update(update), _) => pieces(update.param.len(), PIECE)
                 .map(|piece| update.slice(&piece).into())
                 .collect(),
-            (_, Some(op)) => op.pieces(PIECE).map(|piece| piece.op()).collect(),
+            (_, Some(op)) => op.pieces(PIECE).map(Elementwise::op).collect(),
             _ => return self.device.enqueue(stream, op.clone()),
         };
         for (index, piece) in pieces.iter().enumerate() {

@@ -75,9 +75,6 @@ impl Candidate {
 pub(super) fn under(config: &TrainConfig, strategy: Strategy) -> TrainConfig {
     let mut config = config.clone();
     config.parallel.strategy = strategy;
-    if strategy != Strategy::Zero3 {
-        config.train.offload.parameters = OffloadTarget::None;
-    }
     if strategy != Strategy::Ddp {
         (config.parallel.sync, config.parallel.sync_each_batch) = (Sync::Bucketed, false);
     }
@@ -215,6 +212,9 @@ impl<'a> PlannedMesh<'a> {
     pub(super) fn sharing(&self, strategy: Strategy, group: Option<ShardGroup>) -> Result<Self, TrainError> {
         let mut config = under(&self.config, strategy);
         config.parallel.shard_group = group;
+        if strategy != Strategy::Zero3 {
+            config.train.offload.parameters = OffloadTarget::None;
+        }
         Ok(Self {
             mesh: mesh(&config, &env(&self.machines.cluster))?,
             config,

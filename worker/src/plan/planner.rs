@@ -100,19 +100,17 @@ fn adjustment(
         given => vec![given],
     };
     for reduce_dtype in reductions {
-        let given = (config.train.offload.optimizer, config.train.offload.parameters);
+        let (optimizer, parameters) = (config.train.offload.optimizer, config.train.offload.parameters);
         let away = if machines.has_own_memory {
             OffloadTarget::Host
         } else {
             OffloadTarget::File
         };
-        let mut homes = vec![given, (away, given.1)];
-        if strategy == Strategy::Zero3 {
-            homes.push((away, away));
-        }
-        for (optimizer, parameters) in homes {
+        for (optimizer, parameters) in [(optimizer, parameters), (away, parameters), (away, away)] {
             for recompute in [Recompute::Norms, Recompute::Selective, Recompute::Full] {
-                let mut changed = under(config, strategy);
+                // On one rank too.
+                let is_apart = parameters != OffloadTarget::None;
+                let mut changed = under(config, if is_apart { Strategy::Zero3 } else { strategy });
                 changed.parallel.reduce_dtype = reduce_dtype;
                 (changed.train.offload.optimizer, changed.train.offload.parameters) = (optimizer, parameters);
                 changed.train.recompute = recompute;
@@ -232,7 +230,11 @@ mod tests {
             };
             let FoundLayout { candidate, settings } = *found;
             let is_offload = |setting: &&String| setting.starts_with("train.offload.");
-            assert_eq!(settings.iter().filter(is_offload).count(), offloads, "{settings:?}");
+            assert_eq!(
+                settings.iter().filter(is_offload).count(),
+                offloads,
+                "{settings:?}"
+            );
             let overrides = settings.iter().map(String::as_str).chain([size]);
             let changed = config(&overrides.collect::<Vec<_>>());
             let changed = Comparison::of(&changed, &machines(memory * GB)).unwrap();
@@ -243,6 +245,17 @@ mod tests {
                 "{settings:?}"
             );
         }
+        let mut alone = machines(20 * GB);
+        alone.cluster.ranks_a_node = 1;
+        let comparison = Comparison::of(&config(&[size]), &alone).unwrap();
+        let Some(Advice::Change(Some(found))) = comparison.advice else {
+            panic!("{:?}", comparison.advice);
+        };
+        assert!(
+            found.settings.contains(&"parallel.strategy=zero3".to_owned()),
+            "{:?}",
+            found.settings
+        );
         let comparison = Comparison::of(&config(&[size]), &machines(2 * GB)).unwrap();
         assert_eq!(comparison.advice, Some(Advice::Change(None)));
     }

@@ -15,7 +15,7 @@ use super::replica::{Replica, ReplicaParts};
 use super::run_row::{rehearse_evaluation, rehearse_step};
 use super::strategy::{ShardingStrategy, held, mesh, part_of, pipeline_plan};
 use super::world::{Groups, World, stage_messages};
-use crate::config::{Accumulate, LastBatch, OffloadTarget, TrainConfig};
+use crate::config::{Accumulate, LastBatch, OffloadTarget, Strategy, TrainConfig};
 use crate::costs::micro_batch_shape;
 use crate::device::{StateMemory, StatePlace};
 use crate::mesh::{Axis, MeshShape};
@@ -177,7 +177,8 @@ impl RankSpec {
     }
 
     fn offloads_parameters(&self) -> bool {
-        self.config.train.offload.parameters != OffloadTarget::None
+        let target = self.config.train.offload.parameters;
+        self.strategy.strategy == Strategy::Zero3 && target != OffloadTarget::None
     }
 
     /// The home of what is offloaded, of an idle world.

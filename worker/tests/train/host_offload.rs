@@ -375,7 +375,11 @@ fn train_offloaded(job: &mut Job, home: OffloadTarget, world: u32) -> Trained {
     (offload.optimizer, offload.parameters) = (home, home);
     // Whole gradients stay on the device.
     let is_full = job.config.parallel.accumulate == Accumulate::Full;
-    let arenas = if is_full { &["parameters"][..] } else { &["parameters", "gradients"] };
+    let arenas = if is_full {
+        &["parameters"][..]
+    } else {
+        &["parameters", "gradients"]
+    };
     job.device = (home == OffloadTarget::Host).then(|| -> crate::train_support::DeviceOf {
         Box::new(|_| Arc::new(DeferredDevice::beside_host_with(arenas)))
     });
