@@ -14,7 +14,7 @@ use ddp_worker::config::{
 use ddp_worker::device::{
     Arena, ArenaSpec, Buffer, CpuDevice, DType, Device, DeviceError, StateMemory, Stream,
 };
-use ddp_worker::ops::{Op, Rates, Runs, Update};
+use ddp_worker::ops::{CHUNK, Cast, ColumnSum, Fill, Op, Rates, Runs, SquaredNorm, Update};
 use ddp_worker::optim::adamw;
 use ddp_worker::plan::Estimate;
 use half::bf16;
@@ -126,23 +126,30 @@ fn a_save_while_training_goes_on_has_the_state_of_its_step() {
 
 #[test]
 fn the_host_goes_on_while_the_state_is_updated() {
-    let devices: Arc<Mutex<Vec<Arc<DeferredDevice>>>> = Arc::default();
-    let made = devices.clone();
-    let mut job = job(|c| {
-        c.train.steps = 8;
-        c.train.verify_every = 0;
-        c.train.checkpoint_every = 5;
-        c.train.offload.optimizer = OffloadTarget::Host;
-    });
-    job.device = Some(Box::new(move |_| {
-        let device = Arc::new(DeferredDevice::beside_host());
-        made.lock().unwrap().push(device.clone());
-        device
-    }));
-    job.train(2);
-    for device in devices.lock().unwrap().iter() {
-        // All but the first step and the one after a save.
-        assert_eq!(device.ran_ahead(), 6);
+    for parameters in [OffloadTarget::None, OffloadTarget::Host] {
+        let devices: Arc<Mutex<Vec<Arc<DeferredDevice>>>> = Arc::default();
+        let made = devices.clone();
+        let mut job = job(|c| {
+            c.train.steps = 8;
+            c.train.verify_every = 0;
+            c.train.checkpoint_every = 5;
+            c.train.offload.optimizer = OffloadTarget::Host;
+            c.train.offload.parameters = parameters;
+            c.parallel.strategy = match parameters {
+                OffloadTarget::None => Strategy::Ddp,
+                _ => Strategy::Zero3,
+            };
+        });
+        job.device = Some(Box::new(move |_| {
+            let device = Arc::new(DeferredDevice::beside_host());
+            made.lock().unwrap().push(device.clone());
+            device
+        }));
+        job.train(2);
+        for device in devices.lock().unwrap().iter() {
+            // All but the first step and the one after a save.
+            assert_eq!(device.ran_ahead(), 6, "parameters: {parameters:?}");
+        }
     }
 }
 
@@ -289,6 +296,59 @@ fn pieces_of_any_size_give_the_bits_of_one_update_whichever_stream_hurries() {
                         "{arena:?}, pieces of {piece}, gradients in {grads}, stream {hurried} first"
                     );
                 }
+            }
+        }
+    }
+}
+
+#[test]
+fn gradients_and_parameters_cross_in_the_order_of_the_stream_whichever_stream_hurries() {
+    const LEN: usize = 2 * CHUNK + 4321;
+    let run = |device: &dyn Device, state: &StateMemory, stream: Stream| {
+        let spec = |name: &str, dtype, len| ArenaSpec::private(name, dtype, len);
+        let alloc = |name, dtype, len| device.alloc(&spec(name, dtype, len)).unwrap().whole();
+        let (x, out) = (alloc("in flight", DType::F32, LEN), alloc("gathered", DType::Bf16, LEN));
+        let partials = alloc("partial norms", DType::F64, LEN.div_ceil(CHUNK));
+        let sum = state.alloc(&spec("gradients", DType::F32, LEN)).unwrap().whole();
+        let values: Vec<f32> = (0..LEN).map(|i| (i % 997) as f32 - 300.0).collect();
+        device.upload(stream, &x, bytemuck::cast_slice(&values));
+        let stored = Cast {
+            x: x.clone(),
+            out: sum.clone(),
+        };
+        state.enqueue_all(stream, vec![stored.into()]);
+        // The next gradients take the slot.
+        let value = 0.375;
+        device.enqueue(stream, Fill { out: x.clone(), value }.into());
+        let added = ColumnSum {
+            x,
+            out: sum.clone(),
+            accumulate: true,
+        };
+        let squares = SquaredNorm {
+            x: sum.clone(),
+            partials: partials.clone(),
+        };
+        let gathered = Cast {
+            x: sum.clone(),
+            out: out.clone(),
+        };
+        state.enqueue_all(stream, vec![added.into(), squares.into(), gathered.into()]);
+        [sum, partials, out]
+    };
+    let cpu = Arc::new(CpuDevice::new(1).unwrap());
+    let stream = cpu.stream();
+    let expected = run(cpu.as_ref(), &StateMemory::on_device(cpu.clone()), stream);
+    let expected = expected.map(|buffer| cpu.download(stream, &buffer).unwrap());
+    for piece in [999, LEN] {
+        for hurried in 0..4 {
+            let (device, state) = beside(piece);
+            let stream = device.stream();
+            let found = run(device.as_ref(), &state, stream);
+            device.synchronize(device.streams()[hurried]).unwrap();
+            for (expected, buffer) in expected.iter().zip(&found) {
+                let bytes = state.download(stream, buffer).unwrap();
+                assert!(bytes == *expected, "{buffer:?}, pieces of {piece}, stream {hurried} first");
             }
         }
     }
