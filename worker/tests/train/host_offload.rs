@@ -307,7 +307,10 @@ fn gradients_and_parameters_cross_in_the_order_of_the_stream_whichever_stream_hu
     let run = |device: &dyn Device, state: &StateMemory, stream: Stream| {
         let spec = |name: &str, dtype, len| ArenaSpec::private(name, dtype, len);
         let alloc = |name, dtype, len| device.alloc(&spec(name, dtype, len)).unwrap().whole();
-        let (x, out) = (alloc("in flight", DType::F32, LEN), alloc("gathered", DType::Bf16, LEN));
+        let (x, out) = (
+            alloc("in flight", DType::F32, LEN),
+            alloc("gathered", DType::Bf16, LEN),
+        );
         let partials = alloc("partial norms", DType::F64, LEN.div_ceil(CHUNK));
         let sum = state.alloc(&spec("gradients", DType::F32, LEN)).unwrap().whole();
         let values: Vec<f32> = (0..LEN).map(|i| (i % 997) as f32 - 300.0).collect();
@@ -319,7 +322,14 @@ fn gradients_and_parameters_cross_in_the_order_of_the_stream_whichever_stream_hu
         state.enqueue_all(stream, vec![stored.into()]);
         // The next gradients take the slot.
         let value = 0.375;
-        device.enqueue(stream, Fill { out: x.clone(), value }.into());
+        device.enqueue(
+            stream,
+            Fill {
+                out: x.clone(),
+                value,
+            }
+            .into(),
+        );
         let added = ColumnSum {
             x,
             out: sum.clone(),
@@ -348,7 +358,10 @@ fn gradients_and_parameters_cross_in_the_order_of_the_stream_whichever_stream_hu
             device.synchronize(device.streams()[hurried]).unwrap();
             for (expected, buffer) in expected.iter().zip(&found) {
                 let bytes = state.download(stream, buffer).unwrap();
-                assert!(bytes == *expected, "{buffer:?}, pieces of {piece}, stream {hurried} first");
+                assert!(
+                    bytes == *expected,
+                    "{buffer:?}, pieces of {piece}, stream {hurried} first"
+                );
             }
         }
     }

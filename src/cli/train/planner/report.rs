@@ -452,7 +452,7 @@ mod tests {
         The best strategy depends on the memory of a device: set `--gpu` or `--memory`.
         ");
         for (home, row) in [
-            ("host", " in host memory  49.6 GiB"),
+            ("host", " in host memory  74.5 GiB"),
             ("file", " in a file      49.6 GiB"),
         ] {
             let offloaded = format!("train: {{micro_batch: 1, offload: {{optimizer: {home}}}}}");
