@@ -157,8 +157,9 @@ fn possible<T>(result: Result<T, TrainError>) -> Result<Option<T>, TrainError> {
 fn drafts(config: &TrainConfig, machines: &Machines) -> Result<Vec<LayoutDraft>, TrainError> {
     let here = machines.cluster.ranks_a_node as usize;
     let ranks = machines.cluster.ranks() as usize;
-    let has_long_chunks =
-        |context: usize| context == 1 || config.model.block_size >= 2 * context * LEAST_CHUNK;
+    // Smaller micro-batches come before parts of samples.
+    let positions = if config.train.micro_batch == 1 { config.model.block_size } else { 0 };
+    let has_long_chunks = |context: usize| context == 1 || positions >= 2 * context * LEAST_CHUNK;
     let is_near = |tensor: usize| here.is_multiple_of(tensor) || config.parallel.tensor_across_nodes;
     let mut drafts = Vec::new();
     for recompute in [Nothing, Norms, Selective, Full] {
