@@ -75,13 +75,10 @@ impl BlockGroups {
     }
 
     /// For blocks that these ranks compute together.
-    pub fn with_groups<'a>(&'a self, ctx: Context<'a>) -> Context<'a> {
-        let ops = |group: &'a Option<TensorGroup>| group.as_ref().map(|group| group as &dyn TensorOps);
-        Context {
-            tensor: ops(&self.tensor),
-            context_group: ops(&self.context),
-            ..ctx
-        }
+    pub fn with_groups<'a>(&'a self, mut ctx: Context<'a>) -> Context<'a> {
+        ctx.tensor = self.tensor.as_ref().map(|group| group as _);
+        ctx.context_group = self.context.as_ref().map(|group| group as _);
+        ctx
     }
 }
 
