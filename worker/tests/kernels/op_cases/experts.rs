@@ -52,7 +52,8 @@ fn routers(size: Size) -> Vec<Case> {
                 experts,
                 top_k,
                 score,
-                normalized,
+                // One weight alone would be 1, and have no gradient.
+                normalized: normalized && top_k > 1,
             };
             let logits: Vec<f64> = numbers(1, rows * experts).iter().map(|x| 3.0 * x).collect();
             for extra in [false, true] {
