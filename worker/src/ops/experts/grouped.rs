@@ -128,7 +128,7 @@ impl GroupedLinear {
         }
         rest.fill(S::zeroed());
         cpu.for_each_part(parts, |(inp, weight, mut out)| {
-            rows_product(isa, &mut out, inp, weight)
+            rows_product(isa, &mut out, inp, weight);
         });
         Ok(())
     }
@@ -171,7 +171,7 @@ fn by_depth<S: Stored>(isa: Isa, out: &mut MatrixMut<'_, S::Real>, lhs: Matrix<'
         let part = first..inner.min(first + depth);
         S::read_matrix(isa, lhs.cols(part.clone()), |lhs| {
             S::read_matrix(isa, rhs.rows(part), |rhs| {
-                product(out, lhs, rhs, S::Real::ONE, first > 0)
+                product(out, lhs, rhs, S::Real::ONE, first > 0);
             });
         });
     }
@@ -246,7 +246,7 @@ impl GroupedDweight {
         }
         cpu.for_each_part(parts, |(lhs, rhs, mut out)| {
             G::write_matrix(isa, &mut out, self.accumulate, |out| {
-                multiply(isa, out, lhs, rhs, self.accumulate)
+                multiply(isa, out, lhs, rhs, self.accumulate);
             });
         });
         Ok(())

@@ -158,7 +158,6 @@ impl CombineBackward {
         let rows = part_rows(channels);
         let dots_of_parts = slots.chunks(rows).zip(dots.chunks_mut(rows));
         let parts = inp.chunks_mut(rows * channels).zip(dots_of_parts).collect();
-        type Part<'a, S> = (&'a mut [S], (&'a [i32], &'a mut [<S as Stored>::Real]));
         cpu.for_each_part(parts, |(inp, (slots, dots)): Part<'_, S>| {
             for (inp, (&slot, dot)) in inp.chunks_exact_mut(channels).zip(slots.iter().zip(dots)) {
                 let Ok(slot) = usize::try_from(slot) else {
@@ -179,6 +178,9 @@ impl CombineBackward {
         Ok(())
     }
 }
+
+/// Some rows, their slots, and the gradients of their weights.
+type Part<'a, S> = (&'a mut [S], (&'a [i32], &'a mut [<S as Stored>::Real]));
 
 kernel! {
     /// `out[i] += x[i]·factor`
