@@ -298,30 +298,33 @@ fn a_rank_that_leaves_is_named() {
     }
 }
 
-/// An all-to-all of one rank, with these elements for each other rank and of each.
-fn exchange(rank: &Rank, sent: usize, received: usize) -> Work {
+/// An all-to-all of one rank, with as many elements for each other rank and so many of each.
+fn exchange(rank: &Rank, sent: &dyn Fn(usize) -> usize, received: usize) -> Work {
     let (me, size) = (rank.rank(), rank.comm.size());
-    let counts = |each: usize| {
+    let counts = |each: &dyn Fn(usize) -> usize| -> Vec<usize> {
         (0..size)
-            .map(|peer| if peer == me { 2 } else { each })
-            .collect::<Vec<_>>()
+            .map(|peer| if peer == me { 2 } else { each(peer) })
+            .collect()
     };
+    let (sent_counts, received_counts) = (counts(sent), counts(&|_| received));
+    let [sent, into] = [&sent_counts, &received_counts]
+        .map(|counts| rank.arena(false, &vec![me as f32; counts.iter().sum()]).whole());
     let parts = AllToAll {
-        sent: rank.arena(false, &vec![me as f32; (size - 1) * sent + 2]).whole(),
-        sent_counts: counts(sent),
-        received_counts: counts(received),
+        sent,
+        sent_counts,
+        received_counts,
     };
-    let into = rank.arena(false, &vec![0.0_f32; (size - 1) * received + 2]);
-    rank.comm.all_to_all(&into.whole(), parts, launch())
+    rank.comm.all_to_all(&into, parts, launch())
 }
 
 #[test]
 fn parts_of_another_length_are_an_error_that_names_both_ranks() {
     for nodes in [&[3][..], &[1, 1, 1]] {
-        for sent in [50_000, 5, 0] {
+        for wrong in [50_000, 5, 0] {
             let failures = World::of(nodes).run(Executor::Inline, |rank| {
-                let work = exchange(&rank, if rank.rank() == 0 { sent } else { 4 }, 4);
-                (rank.rank() == 1).then(|| failure(&work))
+                let me = rank.rank();
+                let work = exchange(&rank, &|peer| if (me, peer) == (0, 1) { wrong } else { 4 }, 4);
+                (me == 1).then(|| failure(&work))
             });
             let Some(Failure::Mismatch {
                 rank: 0,
@@ -329,10 +332,10 @@ fn parts_of_another_length_are_an_error_that_names_both_ranks() {
                 theirs,
             }) = &failures[1]
             else {
-                panic!("{nodes:?}, {sent}: {failures:?}");
+                panic!("{nodes:?}, {wrong}: {failures:?}");
             };
             let call = |count| format!("all-to-all #0 with a part of {count} f32, traffic gradients (test)");
-            assert_eq!([ours, theirs], [&call(4), &call(sent)]);
+            assert_eq!([ours, theirs], [&call(4), &call(wrong)]);
         }
     }
 }
@@ -341,9 +344,10 @@ fn parts_of_another_length_are_an_error_that_names_both_ranks() {
 fn a_rank_that_leaves_an_all_to_all_is_named() {
     for nodes in [&[3][..], &[1, 1, 1]] {
         let failures = World::of(nodes).run(Executor::Inline, |rank| {
-            done(&exchange(&rank, 10, 10));
+            done(&exchange(&rank, &|_| 10, 10));
             // The others have sent what the kernel holds, and wait for the rest.
-            (rank.rank() != 2).then(|| failure(&exchange(&rank, 3_000_000, 3_000_000)))
+            let many = 3_000_000;
+            (rank.rank() != 2).then(|| failure(&exchange(&rank, &|_| many, many)))
         });
         for failure in &failures[..2] {
             assert!(
