@@ -465,7 +465,7 @@ fn train_offloaded(job: &mut Job, home: OffloadTarget, world: u32) -> Trained {
 fn offloaded_parameters_train_the_same_numbers_and_go_on_anywhere() {
     use OffloadTarget::{File, Host, None};
     type Change = fn(&mut TrainConfig);
-    let variants: [(&str, u32, Change); 5] = [
+    let variants: [(&str, u32, Change); 6] = [
         // Without offloading it accumulates in place, which rounds otherwise.
         ("one rank", 1, |_| ()),
         ("two ranks", 2, |c| c.train.grad_accumulation = 2),
@@ -479,6 +479,10 @@ fn offloaded_parameters_train_the_same_numbers_and_go_on_anywhere() {
             c.train.grad_accumulation = 2;
             c.parallel.persist_below = 2000;
             c.parallel.reshard_after_forward = false;
+        }),
+        ("two context ranks", 2, |c| {
+            c.parallel.context = 2;
+            c.train.grad_accumulation = 2;
         }),
         ("two copies, two stages", 4, |c| {
             c.parallel.shard_group = Some(ShardGroup::Ranks(1));
