@@ -35,8 +35,15 @@ impl Work {
     pub fn of(model: &Model, vocabulary: u64, recompute: Recompute) -> Self {
         let decoder = Decoder::of(model);
         let [layers, width, positions] = [model.n_layer, model.n_embd, model.block_size].map(|n| n as u64);
-        let products = decoder.layer_matrices().map(|elements| layers * elements as u64);
-        let [_, _, widen, narrow] = products;
+        let mut products = [0; 5];
+        for layer in 0..model.n_layer {
+            let of_layer = decoder.layer_matrices(layer);
+            products
+                .iter_mut()
+                .zip(of_layer)
+                .for_each(|(sum, elements)| *sum += elements as u64);
+        }
+        let [_, _, widen, narrow, _] = products;
         let matrices: u64 = products.iter().sum();
         // Scores and weighted sum, over the channels of all query heads.
         let heads = decoder

@@ -9,10 +9,11 @@ use std::sync::Arc;
 use super::keys::{self, out_of_range};
 use super::problem::{ConfigError, Problem, nearest_multiples};
 use super::schema::{
-    Accumulate, LearningRate, LrScaling, Model, ModelKind, OffloadTarget, OptimizerKind, Parallel, Pipeline,
-    Precision, Resume, Run, Strategy, Sync, Train, TrainConfig, Vocabulary, section,
+    Accumulate, Experts, LearningRate, LrScaling, Model, ModelKind, OffloadTarget, OptimizerKind, Parallel,
+    Pipeline, Precision, Resume, Run, Strategy, Sync, Train, TrainConfig, section,
 };
 use super::source::Source;
+use super::tokenizer::Vocabulary;
 
 /// Longest configuration file.
 pub const MAX_FILE_BYTES: u64 = 1 << 20;
@@ -43,6 +44,7 @@ pub fn load_without_data(path: &Path, overrides: &[String]) -> Result<Located, C
         .or_else(|| without_effect(&config))
         .or_else(|| training(&config))
         .or_else(|| check_rows(&config).err())
+        .or_else(|| expert_ranks(&config))
         .or_else(|| accumulate(&config, &source));
     match broken {
         Some(problem) => Err(source.locate(problem)),
@@ -132,10 +134,11 @@ type Condition = (&'static str, &'static str, fn(&TrainConfig) -> bool);
 
 #[rustfmt::skip]
 const CONDITIONS: &[Condition] = &[
-    ("model.n_kv_head", "`model.kind: llama`", is_llama),
-    ("model.norm_eps", "`model.kind: llama`", is_llama),
-    ("model.rope_theta", "`model.kind: llama`", is_llama),
-    ("model.rope_scaling", "`model.kind: llama`", is_llama),
+    ("model.n_kv_head", "`model.kind: llama` or `mixtral`", |c| c.model.kind.is_llama()),
+    ("model.norm_eps", "`model.kind: llama` or `mixtral`", |c| c.model.kind.is_llama()),
+    ("model.rope_theta", "`model.kind: llama` or `mixtral`", |c| c.model.kind.is_llama()),
+    ("model.rope_scaling", "`model.kind: llama` or `mixtral`", |c| c.model.kind.is_llama()),
+    ("model.experts", "`model.kind: mixtral`", |c| c.model.kind == ModelKind::Mixtral),
     ("train.optimizer.betas", "`train.optimizer.kind: adamw`, `lion` or `muon`", |c| c.train.optimizer.kind != OptimizerKind::Sgd),
     ("train.optimizer.eps", "`train.optimizer.kind: adamw` or `muon`", |c| matches!(c.train.optimizer.kind, OptimizerKind::Adamw | OptimizerKind::Muon)),
     ("train.optimizer.momentum", "`train.optimizer.kind: sgd` or `muon`", has_momentum),
@@ -150,13 +153,9 @@ const CONDITIONS: &[Condition] = &[
     ("parallel.accumulate", "`parallel.strategy: zero2` or `zero3`", holds_shards),
     ("parallel.persist_below", "`parallel.strategy: zero3`", |c| c.parallel.strategy == Strategy::Zero3),
     ("parallel.reshard_after_forward", "`parallel.strategy: zero3`", |c| c.parallel.strategy == Strategy::Zero3),
-    ("parallel.expert", "experts in the model", |_| false),
+    ("parallel.expert", "`model.kind: mixtral`", |c| c.model.kind == ModelKind::Mixtral),
     ("parallel.sequence", "`parallel.tensor` above 1", |c| c.parallel.tensor > 1),
 ];
-
-fn is_llama(config: &TrainConfig) -> bool {
-    config.model.kind == ModelKind::Llama
-}
 
 fn has_momentum(config: &TrainConfig) -> bool {
     matches!(
@@ -297,8 +296,10 @@ fn accumulate(config: &TrainConfig, source: &Source) -> Option<Problem> {
 pub fn checked_vocab(model: &Model, tokens: usize, tensor: usize) -> Result<usize, Problem> {
     let vocab = model.vocab_size.unwrap_or(tokens);
     let broken = out_of_range("model", model)
+        .or_else(|| out_of_range("model.experts", &model.experts))
         .or_else(|| heads(model))
         .or_else(|| rotary(model))
+        .or_else(|| experts(model))
         .or_else(|| vocabulary(vocab, tokens))
         .or_else(|| parts(model, vocab, tensor));
     broken.map_or(Ok(vocab), Err)
@@ -326,7 +327,7 @@ fn heads(model: &Model) -> Option<Problem> {
         return Some(Problem::new("model.n_kv_head", what).with_hint(hint));
     }
     let size = channels / heads;
-    (model.kind == ModelKind::Llama && !size.is_multiple_of(2)).then(|| {
+    (model.kind.is_llama() && !size.is_multiple_of(2)).then(|| {
         let what = format!("a head has {size} channels, but rotary positions need an even number");
         let hint = "use a different `model.n_head`, so that `model.n_embd` / `model.n_head` is even";
         Problem::new("model.n_head", what).with_hint(hint)
@@ -336,7 +337,7 @@ fn heads(model: &Model) -> Option<Problem> {
 fn rotary(model: &Model) -> Option<Problem> {
     let theta = model.rope_theta;
     let (key, what) = match model.rope_scaling {
-        _ if model.kind != ModelKind::Llama => return None,
+        _ if !model.kind.is_llama() => return None,
         _ if !theta.is_normal() || theta <= 0.0 => {
             ("model.rope_theta", format!("`model.rope_theta` is {theta}"))
         }
@@ -348,6 +349,33 @@ fn rotary(model: &Model) -> Option<Problem> {
     };
     let hint = "all numbers must be above 0, and `low_freq_factor` below `high_freq_factor`";
     Some(Problem::new(key, what).with_hint(hint))
+}
+
+fn experts(model: &Model) -> Option<Problem> {
+    let Experts {
+        count, top_k, every, ..
+    } = model.experts;
+    let (key, found, most, of) = if top_k > count {
+        ("model.experts.top_k", top_k, count, "model.experts.count")
+    } else {
+        ("model.experts.every", every, model.n_layer, "model.n_layer")
+    };
+    (model.kind == ModelKind::Mixtral && found > most).then(|| {
+        let what = format!("`{key}` is {found}, expected at most `{of}`, which is {most}");
+        Problem::new(key, what)
+    })
+}
+
+/// The ranks that hold the experts of a layer together have as many each.
+fn expert_ranks(config: &TrainConfig) -> Option<Problem> {
+    let (count, ranks) = (config.model.experts.count, config.parallel.expert);
+    (!count.is_multiple_of(ranks)).then(|| {
+        let what =
+            format!("`model.experts.count` ({count}) cannot be divided over {ranks} expert-parallel ranks");
+        let nearest = nearest_multiples(count, ranks);
+        let hint = format!("set `model.experts.count` to {nearest}, or a different `parallel.expert`");
+        Problem::new("parallel.expert", what).with_hint(hint)
+    })
 }
 
 fn vocabulary(vocab: usize, tokens: usize) -> Option<Problem> {

@@ -6,6 +6,7 @@
 //! | file | what it holds |
 //! |---|---|
 //! | `schema.rs` | the sections as types ([`TrainConfig`]), each field with its default, values and description |
+//! | `tokenizer.rs` | [`Tokenizer`]: what `data.tokenizer` names |
 //! | `table.rs` | the macros that make types and a table of keys of the lines of `schema.rs` |
 //! | `source.rs` | YAML and `--set` as a tree in which each value knows where it came from |
 //! | `problem.rs` | what is wrong with a value, and where it stands |
@@ -22,16 +23,18 @@ mod source;
 mod table;
 #[cfg(test)]
 mod tests;
+mod tokenizer;
 
 pub use load::{Located, MAX_FILE_BYTES, check_rows, checked_vocab, load_without_data};
 pub use problem::{ConfigError, Problem, nearest_multiples};
 pub use reference::reference;
 pub(crate) use schema::star_matches;
 pub use schema::{
-    Accumulate, Backend, CheckpointKeep, Data, LastBatch, LearningRate, LrScaling, Model, ModelKind, Offload,
-    OffloadTarget, OnNonFinite, OptimizerConfig, OptimizerGroup, OptimizerKind, Order, Parallel, Paths,
-    Pipeline, PipelineSchedule, Precision, Recompute, ReduceDtype, Rescale, Resume, RopeScaling, Run,
-    Schedule, ShardGroup, StepRange, Strategy, Sync, TokenDtype, Tokenizer, Train, TrainConfig, Vocabulary,
+    Accumulate, Backend, CheckpointKeep, Data, Experts, LastBatch, LearningRate, LrScaling, Model, ModelKind,
+    Offload, OffloadTarget, OnNonFinite, OptimizerConfig, OptimizerGroup, OptimizerKind, Order, Parallel,
+    Paths, Pipeline, PipelineSchedule, Precision, Recompute, ReduceDtype, Rescale, Resume, RopeScaling,
+    RouterScore, Run, Schedule, ShardGroup, StepRange, Strategy, Sync, TokenDtype, Train, TrainConfig,
     section,
 };
 pub use source::Source;
+pub use tokenizer::{Tokenizer, Vocabulary};

@@ -16,6 +16,7 @@ use super::table::{
     Allowed, BELOW_ONE, DEGREE, Key, KeyValue, MIB, NOT_NEGATIVE, SECONDS, STEPS, allowed, is_path,
     is_read_as, only, row, sections, words,
 };
+use super::tokenizer::{Tokenizer, Vocabulary};
 
 /// A whole `train.yaml`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -66,7 +67,7 @@ sections! {
         n_layer: usize, DEGREE;
         /// Attention heads; must divide `n_embd`.
         n_head: usize = 1, DEGREE;
-        /// `llama`: key and value heads, by default `n_head`; must divide `n_head` (Ainslie et al. 2023).
+        /// `llama`, `mixtral`: key and value heads, by default `n_head`; must divide `n_head` (Ainslie et al. 2023).
         n_kv_head: Option<usize>, DEGREE;
         /// Channels (hidden size).
         n_embd: usize, Allowed::Whole(1..=1 << 17);
@@ -76,11 +77,11 @@ sections! {
         block_size: usize, Allowed::Whole(1..=1 << 20);
         /// Size of the vocabulary, at least the tokenizer's, which is the default.
         vocab_size: Option<usize>, Allowed::Whole(1..=1 << 22);
-        /// `llama`: epsilon of RMS norm.
+        /// `llama`, `mixtral`: epsilon of RMS norm.
         norm_eps: f64 = 1e-5;
-        /// `llama`: base of the rotary angles.
+        /// `llama`, `mixtral`: base of the rotary angles.
         rope_theta: f64 = 10000.0;
-        /// `llama`: scaled rotary angles, for longer sequences than those of the original training.
+        /// `llama`, `mixtral`: scaled rotary angles, for longer sequences than those of the original training.
         rope_scaling { Option<RopeScaling> };
         /// The head uses the matrix of the token embedding; by default with `gpt2` only.
         tied: Option<bool>;
@@ -88,6 +89,28 @@ sections! {
         init_from: Option<PathBuf>, Allowed::Form("the path of a directory or of a `.safetensors` file", is_path);
         /// Dropout probability in training, of the embedding, of attention's probabilities and of each layer's output.
         dropout: f32 = 0.0, BELOW_ONE;
+        /// The experts of a `mixtral`.
+        experts { Experts };
+    }
+
+    /// `model.experts`
+    Experts at "model.experts." {
+        /// Experts of a layer.
+        count: usize = 8, DEGREE;
+        /// Experts that a token goes to.
+        top_k: usize = 2, DEGREE;
+        /// Of how many layers the last one has experts; the others are those of `llama`.
+        every: usize = 1, DEGREE;
+        /// Most tokens of a micro-batch that an expert takes, in terms of the mean; it drops the others. By default it takes all.
+        capacity: Option<f64>;
+        /// Factor of the load-balancing loss (Fedus et al. 2022).
+        aux_loss: f32 = 0.01, NOT_NEGATIVE;
+        /// Factor of the router's z-loss (Zoph et al. 2022).
+        z_loss: f32 = 0.0, NOT_NEGATIVE;
+        /// Experts that every token goes to, beside the others (Dai et al. 2024).
+        shared: usize = 0, Allowed::Whole(0..=1 << 12);
+        /// How the router's numbers become scores. The scores of a token's experts are divided by their sum.
+        score: RouterScore = "softmax";
     }
 
     /// `model.rope_scaling`: slower rotation of the channels that turn slowly, as in Llama 3.1 (Grattafiori et al. 2024).
@@ -309,6 +332,7 @@ pub fn section<T: DeserializeOwned>(path: &str, mut values: Json) -> serde_json:
 
 impl Copy for RopeScaling {}
 impl Copy for CheckpointKeep {}
+impl Copy for Experts {}
 
 macro_rules! with_defaults {
     ($($name:ident at $path:literal),+) => { $(
@@ -352,6 +376,16 @@ words! {
         Llama = "llama",
         /// GPT-2 without attention: every position sees itself only.
         Mlp = "mlp",
+        /// Llama whose feed-forward layers are experts (Jiang et al. 2024).
+        Mixtral = "mixtral",
+    }
+
+    /// `model.experts.score`
+    RouterScore {
+        /// Of all experts, they add up to 1.
+        Softmax = "softmax",
+        /// Each is a number from 0 to 1.
+        Sigmoid = "sigmoid",
     }
 
     /// `data.dtype`
@@ -596,7 +630,7 @@ impl Model {
     pub fn inner(&self) -> usize {
         self.n_inner.unwrap_or_else(|| match self.kind {
             ModelKind::Gpt2 | ModelKind::Mlp => self.n_embd.saturating_mul(4),
-            ModelKind::Llama => {
+            ModelKind::Llama | ModelKind::Mixtral => {
                 let width = self.n_embd.saturating_mul(8) / 3;
                 width
                     .checked_next_multiple_of(if width < 256 { 8 } else { 256 })
@@ -608,6 +642,13 @@ impl Model {
     /// [`Model::tied`], or its default.
     pub fn is_tied(&self) -> bool {
         self.tied.unwrap_or(self.kind == ModelKind::Gpt2)
+    }
+}
+
+impl ModelKind {
+    /// Llama's blocks: RMS norms, rotary positions, SwiGLU, no biases.
+    pub fn is_llama(self) -> bool {
+        matches!(self, Self::Llama | Self::Mixtral)
     }
 }
 
@@ -741,86 +782,6 @@ impl Paths {
             Self::One(path) => Self::One(folder.join(path)),
             Self::Several(paths) => Self::Several(paths.iter().map(|path| folder.join(path)).collect()),
         }
-    }
-}
-
-/// `data.tokenizer`: how text becomes tokens.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(try_from = "String", into = "String")]
-pub enum Tokenizer {
-    /// Every byte is a token; vocabulary 256. The data are texts.
-    Bytes,
-    /// The byte-pair encoding of GPT-2 (Radford et al. 2019); vocabulary 50,257. The data are token files.
-    Gpt2,
-    /// A `tokenizer.json`, as Hugging Face's tokenizers write it. The data are token files.
-    File(PathBuf),
-}
-
-/// The words that are no path.
-const BYTES: &str = "bytes";
-const GPT2: &str = "gpt2";
-/// Extension of a tokenizer's file.
-const EXTENSION: &str = "json";
-
-/// The vocabulary of a tokenizer, `0..size`, and what identifies it.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Vocabulary {
-    /// `bytes`, `gpt2`, or the name of a file.
-    pub name: String,
-    /// One more than the largest token.
-    pub size: usize,
-    /// Hash of the tokenizer; `None` for bytes.
-    pub hash: Option<String>,
-}
-
-impl Default for Vocabulary {
-    fn default() -> Self {
-        Self {
-            name: BYTES.into(),
-            size: 256,
-            hash: None,
-        }
-    }
-}
-
-impl Tokenizer {
-    /// A relative path counts from `folder`.
-    #[must_use]
-    pub(super) fn below(&self, folder: &Path) -> Self {
-        match self {
-            Self::File(path) => Self::File(folder.join(path)),
-            word => word.clone(),
-        }
-    }
-}
-
-impl fmt::Display for Tokenizer {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Bytes => f.write_str(BYTES),
-            Self::Gpt2 => f.write_str(GPT2),
-            Self::File(path) => path.display().fmt(f),
-        }
-    }
-}
-
-impl TryFrom<String> for Tokenizer {
-    type Error = String;
-
-    /// From the word or the path that people write.
-    fn try_from(text: String) -> Result<Self, String> {
-        match text.as_str() {
-            BYTES => Ok(Self::Bytes),
-            GPT2 => Ok(Self::Gpt2),
-            path if Path::new(path).extension() == Some(EXTENSION.as_ref()) => Ok(Self::File(text.into())),
-            _ => Err(format!("`{text}` is not a tokenizer")),
-        }
-    }
-}
-
-impl From<Tokenizer> for String {
-    fn from(tokenizer: Tokenizer) -> Self {
-        tokenizer.to_string()
     }
 }
 

@@ -176,8 +176,8 @@ fn wrong_types() {
     train.yaml:2: `run.name` is the number `7`, expected a name for a directory: not empty, without `/` and control characters, not starting with a dot
       hint: put the value in quotes to make it a string
     ");
-    insta::assert_snapshot!(with("kind: gpt2", "kind: gpt5"), @"train.yaml:4: `model.kind` is `gpt5`, expected `gpt2` or `llama` or `mlp`");
-    insta::assert_snapshot!(with("kind: gpt2", "kind: 5"), @"train.yaml:4: `model.kind` is the number `5`, expected `gpt2` or `llama` or `mlp`");
+    insta::assert_snapshot!(with("kind: gpt2", "kind: gpt5"), @"train.yaml:4: `model.kind` is `gpt5`, expected `gpt2` or `llama` or `mlp` or `mixtral`");
+    insta::assert_snapshot!(with("kind: gpt2", "kind: 5"), @"train.yaml:4: `model.kind` is the number `5`, expected `gpt2` or `llama` or `mlp` or `mixtral`");
     insta::assert_snapshot!(with("lr: 3e-4", "lr: [1]"), @"train.yaml:15: `train.optimizer.lr` is a list, expected a number");
     insta::assert_snapshot!(with("[0.9, 0.95]", "[0.9]"), @"train.yaml:16: `train.optimizer.betas` is [0.9], expected two numbers from 0 to below 1");
     insta::assert_snapshot!(with("[0.9, 0.95]", "[0.9, 0.95, 0.99]"), @"train.yaml:16: `train.optimizer.betas` is [0.9, 0.95, 0.99], expected two numbers from 0 to below 1");
@@ -347,6 +347,15 @@ fn values_out_of_range() {
     insta::assert_snapshot!(set("train.schedule.decay_steps=5"), @r"
     `--set train.schedule.decay_steps=5`: `train.schedule.decay_steps` has no effect without `train.schedule.kind: wsd`
       hint: leave it out
+    ");
+    let experts = |set: &str| Case::new().error(GOOD, &["model.kind=mixtral", set]);
+    assert!(
+        set("model.experts.count=4").contains("`model.experts` has no effect without `model.kind: mixtral`")
+    );
+    insta::assert_snapshot!(experts("model.experts.top_k=9"), @"`--set model.experts.top_k=9`: `model.experts.top_k` is 9, expected at most `model.experts.count`, which is 8");
+    insta::assert_snapshot!(experts("parallel.expert=3"), @r"
+    `--set parallel.expert=3`: `model.experts.count` (8) cannot be divided over 3 expert-parallel ranks
+      hint: set `model.experts.count` to 6 or 9, or a different `parallel.expert`
     ");
     insta::assert_snapshot!(set("train.schedule.min_lr=1"), @"`--set train.schedule.min_lr=1`: `train.schedule.min_lr` is 1, expected at most `train.optimizer.lr`, which is 0.0003");
     let sync = Case::new().error(GOOD, &["parallel.strategy=zero2", "parallel.sync=naive"]);

@@ -16,7 +16,9 @@ mod tensorboard;
 
 pub use crate::collective::WireBytes;
 pub(crate) use hold::host_name;
-pub use reports::{Achieved, Memory, MetricsLine, MetricsLog, Summary, TimelineFiles, Validations};
+pub use reports::{
+    Achieved, ExpertMetrics, Memory, MetricsLine, MetricsLog, Summary, TimelineFiles, Validations,
+};
 pub use run_dir::{FoundRun, Request, RunDir};
 pub use run_file::RunFilesError;
 pub use tensorboard::EventFile;

@@ -146,6 +146,9 @@ pub struct MetricsLine {
     /// Validation loss, nats per token; only after a validation.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub val_loss: Option<f64>,
+    /// How experts were used, if there are some.
+    #[serde(flatten)]
+    pub experts: Option<ExpertMetrics>,
     /// Learning rate of this step.
     pub lr: f64,
     /// Global norm of the gradient before clipping.
@@ -190,6 +193,19 @@ pub struct MetricsLine {
     pub generation: u64,
     /// Bytes of this rank.
     pub memory: Memory,
+}
+
+/// How the experts of all layers were used in a step, over all ranks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct ExpertMetrics {
+    /// Tokens of the expert with the most, in terms of the mean of its layer: 1 where all have as many.
+    pub expert_load: f64,
+    /// Share of the tokens' choices that an expert had no room for.
+    pub expert_dropped: f64,
+    /// `E · Σ f_e · p_e` of the step's tokens, mean over layers: `top_k` where all experts have as many.
+    pub balance_loss: f64,
+    /// Mean square of the logarithms of the router's softmax denominators.
+    pub router_z_loss: f64,
 }
 
 /// Arithmetic of the model a second, over all ranks: that of [`crate::costs::Work`], without what recomputation repeats.

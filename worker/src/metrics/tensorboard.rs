@@ -62,6 +62,7 @@ impl EventFile {
             ("grad_norm", Some(line.grad_norm)),
             ("tokens_per_s", Some(line.tokens_per_s)),
             ("mfu", line.achieved.mfu),
+            ("expert_load", line.experts.map(|experts| experts.expert_load)),
         ];
         let scalars = scalars.into_iter().filter_map(|(tag, value)| {
             Some(Scalar {

@@ -1,11 +1,14 @@
 //! Blocks: the unit of recomputation and of pipeline stages.
 
+use std::any::Any;
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::{Activation, ActivationPool, Exchange, ExchangeKind, ParamGroup, ParamId, ParamSpec, TensorOps};
+use super::{
+    Activation, ActivationPool, Exchange, ExchangeKind, ExpertOps, ParamGroup, ParamId, ParamSpec, TensorOps,
+};
 use crate::config::Recompute;
 use crate::device::{Buffer, Compute, DType, DeviceError, Event};
 use crate::ops::{Cast, Op, VocabularyPart};
@@ -158,6 +161,12 @@ pub struct Context<'a> {
     pub tensor: Option<&'a dyn TensorOps>,
     /// The ranks that compute other positions of the same samples. None: this rank computes all.
     pub context_group: Option<&'a dyn TensorOps>,
+    /// The ranks that hold the experts of a layer together. None: this rank has all of them.
+    pub experts: Option<&'a dyn ExpertOps>,
+    /// How much a position counts in the means of the global batch, where experts add losses of their own.
+    pub position_weight: f64,
+    /// What the routers of the micro-batch count, `[layers, 2·E + 2]`: [`crate::ops::RouteForward::statistics`], and kept choices.
+    pub routers: Option<&'a Buffer>,
     /// Takes down what runs, while it is open.
     pub timeline: Option<&'a Timeline>,
 }
@@ -193,6 +202,9 @@ impl<'a> Context<'a> {
             samples: None,
             tensor: None,
             context_group: None,
+            experts: None,
+            position_weight: 0.0,
+            routers: None,
             timeline: None,
         }
     }
@@ -433,6 +445,8 @@ pub(super) struct RowSum {
 #[derive(Debug, Default)]
 pub struct Saved {
     slots: BTreeMap<&'static str, Activation>,
+    /// What a layer keeps beside them.
+    pub(super) state: Option<Box<dyn Any + Send>>,
 }
 
 impl Saved {
@@ -468,7 +482,7 @@ impl Saved {
 
     /// True before forward and after backward.
     pub fn is_empty(&self) -> bool {
-        self.slots.is_empty()
+        self.slots.is_empty() && self.state.is_none()
     }
 }
 
@@ -480,6 +494,8 @@ pub struct ModelPart {
     pub tensor: (usize, usize),
     /// Norms and the residual stream hold a part of the rows (Korthikanti et al. 2022).
     pub sequence: bool,
+    /// This rank among those that hold the experts of a layer together, each as many.
+    pub experts: (usize, usize),
     /// Blocks of the whole model by chunk, ascending, counted from the embedding. None: all of them, one chunk.
     pub chunks: Option<Vec<Range<usize>>>,
 }
@@ -489,8 +505,16 @@ impl ModelPart {
     pub const WHOLE: Self = Self {
         tensor: (0, 1),
         sequence: false,
+        experts: (0, 1),
         chunks: None,
     };
+
+    /// Which of so many experts it holds.
+    pub(super) fn own_experts(&self, count: usize) -> Range<usize> {
+        let (index, ranks) = self.experts;
+        let own = count / ranks;
+        index * own..(index + 1) * own
+    }
 
     /// True of the blocks of its chunks.
     pub(super) fn holds(&self, block: usize) -> bool {

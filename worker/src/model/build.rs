@@ -1,5 +1,5 @@
-//! Networks from the `model` section: GPT-2 (Radford et al. 2019), Llama (Touvron et al. 2023), and GPT-2 without
-//! attention, all from one description ([`Decoder`]).
+//! Networks from the `model` section: GPT-2 (Radford et al. 2019), Llama (Touvron et al. 2023), Mixtral (Jiang et al. 2024),
+//! and GPT-2 without attention, all from one description ([`Decoder`]).
 //!
 //! Names and shapes are those of published checkpoints, so these load without transposing: GPT-2's projections are
 //! `[inputs, outputs]`, Llama's `[outputs, inputs]`, embeddings `[tokens or positions, channels]`. First values are GPT-2's
@@ -8,11 +8,14 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::decoder::{ActivationKind, Decoder, HEAD, NormKind, PositionKind};
+use super::decoder::{
+    ActivationKind, Decoder, EXPERTS, HEAD, NormKind, PositionKind, ROUTER, SHARED_EXPERTS,
+};
+use super::experts::{ExpertDense, ExpertLayer};
 use super::layers::{Dense, DropoutLayer, Norm, NormedDense};
-use super::transformer::{Attention, Embedding, FeedForward, Head, TransformerBlock};
+use super::transformer::{Attention, Embedding, FeedForward, Head, SecondLayer, TransformerBlock};
 use super::{AxisRole, Block, Cut, GroupId, Init, Model, ModelPart, ParamGroup, ParamId, ParamSpec};
-use crate::config::{self, Problem, Recompute, checked_vocab};
+use crate::config::{self, Experts, Problem, Recompute, checked_vocab};
 use crate::device::DType;
 use crate::mesh::Axis;
 use crate::ops::{LAYERNORM_EPSILON, WeightLayout};
@@ -181,7 +184,7 @@ impl Parts<'_> {
         self.param(group, name.to_owned(), &shape, Init::Normal { std }, along)
     }
 
-    /// Matrices decay, vectors (norms and biases) do not.
+    /// Matrices decay, vectors (norms and biases) do not. The first of three dimensions counts experts.
     fn param(
         &mut self,
         group: GroupId,
@@ -190,17 +193,23 @@ impl Parts<'_> {
         init: Init,
         along: Along<'_>,
     ) -> ParamId {
+        let mut roles = AxisRole::replicated();
+        if shape.len() == 3 && self.part.experts.1 > 1 {
+            for axis in [Axis::Expert, Axis::Context] {
+                roles[axis as usize] = AxisRole::Cut;
+            }
+        }
         self.all.push(ParamSpec {
             key,
             global_shape: shape.to_vec(),
             cut: None,
-            roles: AxisRole::replicated(),
+            roles,
             dtype: DType::F32,
             init,
             decay: shape.len() > 1,
             group,
             projections: match along {
-                Some((0, stretches)) => stretches.to_vec(),
+                Some((dim, stretches)) if dim + 2 == shape.len() => stretches.to_vec(),
                 _ => Vec::new(),
             },
         });
@@ -232,11 +241,17 @@ impl Parts<'_> {
 
     /// This rank's part of a parameter; `None` if every rank holds all of it.
     fn cut(&self, shape: &[usize], along: Along<'_>) -> Option<Cut> {
-        let (dim, stretches) = along.filter(|_| self.part.tensor.1 > 1)?;
+        let (index, parts) = self.part.tensor;
+        let is_split = shape.len() == 3 && self.part.experts.1 > 1;
+        let (dim, stretches) = along.filter(|_| parts > 1 || is_split)?;
         let whole = [shape[dim]];
         let stretches = if stretches.is_empty() { &whole } else { stretches };
-        let (index, parts) = self.part.tensor;
-        Some(Cut::new(shape, dim, stretches, index, parts))
+        let cut = Cut::new(shape, dim, stretches, index, parts);
+        Some(if is_split {
+            cut.of_experts(self.part.own_experts(shape[0]))
+        } else {
+            cut
+        })
     }
 
     /// A parameter of an earlier block, used once more. Where that block is on another rank, this one holds a copy.
@@ -333,6 +348,74 @@ impl Parts<'_> {
         }
     }
 
+    /// The two products of a feed-forward layer of `inner` channels.
+    fn feed_forward(
+        &mut self,
+        group: GroupId,
+        keys: [String; 2],
+        inner: usize,
+        decoder: &Decoder,
+    ) -> [Dense; 2] {
+        let (channels, halves) = (decoder.channels, [inner; 2]);
+        let stretches = match decoder.activation {
+            ActivationKind::Gelu => &halves[..1],
+            ActivationKind::SwiGlu => &halves,
+        };
+        let widened = inner * stretches.len();
+        let [widen, narrow] = keys;
+        let cut = Side::Outputs(stretches);
+        [
+            self.dense(group, &widen, [channels, widened], cut, decoder),
+            self.dense(group, &narrow, [inner, channels], Side::Inputs, decoder),
+        ]
+    }
+
+    /// Experts in the place of a feed-forward layer. Their matrices are one parameter each.
+    fn experts(&mut self, group: GroupId, layer: usize, decoder: &Decoder, all: Experts) -> ExpertLayer {
+        let (channels, inner, tensor) = (decoder.channels, decoder.inner, self.part.tensor.1);
+        let key = |what: &str| format!("{}.{layer}.{what}", decoder.names.layer);
+        let norm = self.norm(group, &key(decoder.names.feed_forward_norm), decoder);
+        let mut matrix = |what: &str, shape: &[usize], std, along| {
+            self.param(group, key(what) + ".weight", shape, Init::Normal { std }, along)
+        };
+        let router = matrix(ROUTER, &[all.count, channels], STD, None);
+        let [widen, narrow] = EXPERTS;
+        let into_stream = STD / (2.0 * decoder.layers as f32).sqrt();
+        let rows = Some((1, &[inner; 2][..]));
+        let widen = matrix(widen, &[all.count, 2 * inner, channels], STD, rows);
+        let columns = Some((2, &[][..]));
+        let narrow = matrix(narrow, &[all.count, channels, inner], into_stream, columns);
+        if self.is_held && tensor > 1 {
+            // Each rank has a part of the experts' outputs, and so of the gradients of their weights in the sum.
+            self.params[router.0].roles[Axis::Tensor as usize] = AxisRole::PartialGradients;
+        }
+        let dense = |weight, inputs, outputs| ExpertDense {
+            weight,
+            inputs,
+            outputs,
+        };
+        ExpertLayer {
+            norm,
+            router: Dense {
+                weight: router,
+                bias: None,
+                inputs: channels,
+                outputs: all.count,
+                layout: decoder.layout,
+            },
+            widen: dense(widen, channels, 2 * inner / tensor),
+            narrow: dense(narrow, inner / tensor, channels),
+            shared: (all.shared > 0)
+                .then(|| self.feed_forward(group, SHARED_EXPERTS.map(key), all.shared * inner, decoder)),
+            all,
+            held: self.part.own_experts(all.count).len(),
+            dropout: DropoutLayer {
+                rate: decoder.dropout,
+                layer: layer as u32,
+            },
+        }
+    }
+
     fn transformer_block(&mut self, decoder: &Decoder, layer: usize) -> TransformerBlock {
         let (names, channels) = (decoder.names, decoder.channels);
         let name = format!("{}.{layer}", names.layer);
@@ -366,34 +449,25 @@ impl Parts<'_> {
                 dropout,
             }
         });
-        let halves = [decoder.inner; 2];
-        let cut = Side::Outputs(match decoder.activation {
-            ActivationKind::Gelu => &halves[..1],
-            ActivationKind::SwiGlu => &halves,
-        });
-        let feed_forward = FeedForward {
-            widen: NormedDense {
-                norm: self.norm(group, &key(names.feed_forward_norm), decoder),
-                dense: self.dense(
-                    group,
-                    &key(names.widen),
-                    [channels, decoder.widened()],
-                    cut,
-                    decoder,
-                ),
-                normalised: "feed-forward normalised",
-            },
-            projection: self.dense(
-                group,
-                &key(names.narrow),
-                [decoder.inner, channels],
-                Side::Inputs,
-                decoder,
-            ),
-            activation: decoder.activation,
-            dropout,
+        let second = match decoder.experts_of(layer) {
+            Some(all) => SecondLayer::Experts(self.experts(group, layer, decoder, all)),
+            None => {
+                let norm = self.norm(group, &key(names.feed_forward_norm), decoder);
+                let keys = [key(names.widen), key(names.narrow)];
+                let [widen, projection] = self.feed_forward(group, keys, decoder.inner, decoder);
+                SecondLayer::FeedForward(FeedForward {
+                    widen: NormedDense {
+                        norm,
+                        dense: widen,
+                        normalised: "feed-forward normalised",
+                    },
+                    projection,
+                    activation: decoder.activation,
+                    dropout,
+                })
+            }
         };
-        TransformerBlock::new(name, attention, feed_forward)
+        TransformerBlock::new(name, attention, second)
     }
 }
 

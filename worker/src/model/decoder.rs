@@ -1,7 +1,7 @@
 //! A decoder as data: what GPT-2, Llama and the network without attention differ in. One description builds them all, and
 //! counts their arithmetic.
 
-use crate::config::{self, ModelKind, RopeScaling};
+use crate::config::{self, Experts, ModelKind, RopeScaling};
 use crate::ops::WeightLayout;
 
 /// A decoder-only transformer: an embedding, layers of attention and feed-forward around a residual stream, a head.
@@ -23,6 +23,8 @@ pub struct Decoder {
     pub inner: usize,
     /// Between the two products of a feed-forward layer.
     pub activation: ActivationKind,
+    /// What takes the place of feed-forward layers.
+    pub experts: Option<Experts>,
     /// Linear layers add a bias.
     pub has_biases: bool,
     /// The head's matrix is the token embedding.
@@ -125,6 +127,7 @@ impl Names {
             ModelKind::Gpt2 => &GPT2,
             ModelKind::Llama => &LLAMA,
             ModelKind::Mlp => &MLP,
+            ModelKind::Mixtral => &MIXTRAL,
         }
     }
 
@@ -148,6 +151,17 @@ impl Names {
 /// The head's matrix, where it is not tied.
 pub const HEAD: &str = "lm_head.weight";
 
+/// Of a layer with experts: its router; gate and up of each expert in one, and what narrows them; the same of shared experts.
+pub const ROUTER: &str = "block_sparse_moe.gate";
+pub(super) const EXPERTS: [&str; 2] = [
+    "block_sparse_moe.experts.gate_up_proj",
+    "block_sparse_moe.experts.down_proj",
+];
+pub(super) const SHARED_EXPERTS: [&str; 2] = [
+    "block_sparse_moe.shared_experts.gate_up_proj",
+    "block_sparse_moe.shared_experts.down_proj",
+];
+
 static GPT2: Names = GPT2_NAMES;
 static MLP: Names = Names {
     kind: "mlp",
@@ -169,8 +183,14 @@ const GPT2_NAMES: Names = Names {
     final_norm: "ln_f",
 };
 
+static LLAMA: Names = LLAMA_NAMES;
+static MIXTRAL: Names = Names {
+    kind: "mixtral",
+    ..LLAMA_NAMES
+};
+
 /// The names in Hugging Face's Llama, with queries, keys and values in one matrix, and gate and up in one, one after the other.
-static LLAMA: Names = Names {
+const LLAMA_NAMES: Names = Names {
     kind: "llama",
     tokens: "model.embed_tokens.weight",
     positions: "",
@@ -201,6 +221,7 @@ impl Decoder {
             norm: NormKind::Layer,
             inner: config.inner(),
             activation: ActivationKind::Gelu,
+            experts: None,
             has_biases: true,
             is_tied: config.is_tied(),
             layout: WeightLayout::InOut,
@@ -214,7 +235,8 @@ impl Decoder {
                 position_kind: PositionKind::None,
                 ..gpt2
             },
-            ModelKind::Llama => Self {
+            ModelKind::Llama | ModelKind::Mixtral => Self {
+                experts: (config.kind == ModelKind::Mixtral).then_some(config.experts),
                 position_kind: PositionKind::Rotary {
                     theta: config.rope_theta,
                     scaling: config.rope_scaling,
@@ -238,12 +260,22 @@ impl Decoder {
         }
     }
 
-    /// Elements of the matrices of one layer: of attention's two products, and of the feed-forward layer's.
-    pub fn layer_matrices(&self) -> [usize; 4] {
+    /// The experts of a layer, counted from 0.
+    pub fn experts_of(&self, layer: usize) -> Option<Experts> {
+        self.experts
+            .filter(|experts| (layer + 1).is_multiple_of(experts.every))
+    }
+
+    /// Elements of the matrices of a layer that a token passes: of attention's two products, of the feed-forward layer's, and
+    /// the router.
+    pub fn layer_matrices(&self, layer: usize) -> [usize; 5] {
         let [qkv, projection] = self.attention.map_or([0, 0], |attention| {
             let [queries, keys, values] = attention.stretches();
             [queries + keys + values, queries]
         });
-        [qkv, projection, self.widened(), self.inner].map(|width| width * self.channels)
+        let experts = self.experts_of(layer);
+        let [passed, router] = experts.map_or([1, 0], |all| [all.top_k + all.shared, all.count]);
+        let [widen, narrow] = [self.widened(), self.inner].map(|width| passed * width);
+        [qkv, projection, widen, narrow, router].map(|width| width * self.channels)
     }
 }

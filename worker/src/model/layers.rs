@@ -40,8 +40,31 @@ impl Norm {
         })
     }
 
+    /// Gradients of the parameters. The gradient of the input is added to that of the stream, in place unless a gradient that is
+    /// put off reads that; it is new where there is none. All are this rank's rows.
+    pub(super) fn backward_onto(
+        &self,
+        ctx: &Context<'_>,
+        [inp, dout]: [&Activation; 2],
+        stream: Option<&Activation>,
+        grads: &mut dyn GradSink,
+    ) -> Result<Activation, DeviceError> {
+        let dinp = match stream {
+            Some(stream) if grads.deferred().is_none() => stream.clone(),
+            _ => ctx.lease("gradient of the stream", inp.shape())?,
+        };
+        if let Some(stream) = stream.filter(|stream| !stream.buffer().same(dinp.buffer())) {
+            ctx.enqueue(Cast {
+                x: stream.buffer().clone(),
+                out: dinp.buffer().clone(),
+            });
+        }
+        self.backward(ctx, [inp, dout], &dinp, stream.is_some(), grads)?;
+        Ok(dinp)
+    }
+
     /// Gradients of the parameters; the gradient of the input goes into, or on top of, `dinp`. All are this rank's rows.
-    pub(super) fn backward(
+    fn backward(
         &self,
         ctx: &Context<'_>,
         [inp, dout]: [&Activation; 2],
@@ -125,23 +148,13 @@ impl Dense {
         dropout: DropoutLayer,
         site: Site,
     ) -> Result<Activation, DeviceError> {
-        let drops = dropout.mask(ctx, site).is_some();
-        let residual_here = (!drops).then_some(residual);
-        let projected = if ctx.tensor.is_some() {
+        if ctx.tensor.is_some() {
             let partial = Self { bias: None, ..*self };
             let partial = partial.forward(ctx, inp, None, "partial sums")?;
-            let sum = ctx.summed_rows("partial sums", partial)?;
-            let out = ctx.lease("projected", sum.shape())?;
-            ctx.enqueue(AddBiasResidual {
-                inp: sum.buffer().clone(),
-                bias: self.bias.map(|bias| ctx.params.get(bias)),
-                residual: residual_here.map(|residual| residual.buffer().clone()),
-                out: out.buffer().clone(),
-            });
-            out
-        } else {
-            self.forward(ctx, inp, residual_here, "projected")?
-        };
+            return dropout.add_sums(ctx, site, partial, residual, self.bias);
+        }
+        let residual_here = dropout.mask(ctx, site).is_none().then_some(residual);
+        let projected = self.forward(ctx, inp, residual_here, "projected")?;
         let out = dropout.apply(ctx, site, &projected, Some(residual))?;
         Ok(out.unwrap_or(projected))
     }
@@ -221,8 +234,7 @@ impl NormedDense {
         Ok(out)
     }
 
-    /// Gradients of the parameters. The gradient of the input is added to that of the stream, in place unless a gradient
-    /// that is put off reads that; it is new where there is none.
+    /// As [`Norm::backward_onto`].
     pub(super) fn backward(
         &self,
         ctx: &Context<'_>,
@@ -241,19 +253,7 @@ impl NormedDense {
         self.dense.gradients(ctx, [&normalised, dout, dout], grads)?;
         drop(normalised);
         let dnormalised = ctx.finish_sum(early.map_or_else(gradient, Ok)?)?;
-        let dinp = match stream {
-            Some(stream) if grads.deferred().is_none() => stream.clone(),
-            _ => ctx.lease("gradient of the stream", inp.shape())?,
-        };
-        if let Some(stream) = stream.filter(|stream| !stream.buffer().same(dinp.buffer())) {
-            ctx.enqueue(Cast {
-                x: stream.buffer().clone(),
-                out: dinp.buffer().clone(),
-            });
-        }
-        self.norm
-            .backward(ctx, [inp, &dnormalised], &dinp, stream.is_some(), grads)?;
-        Ok(dinp)
+        self.norm.backward_onto(ctx, [inp, &dnormalised], stream, grads)
     }
 }
 
@@ -314,6 +314,28 @@ impl DropoutLayer {
             });
         }
         Ok(Some(out))
+    }
+
+    /// `residual`, plus the sum of what each rank has in `partial`, and a bias, where they are not dropped.
+    pub(super) fn add_sums(
+        self,
+        ctx: &Context<'_>,
+        site: Site,
+        partial: Activation,
+        residual: &Activation,
+        bias: Option<ParamId>,
+    ) -> Result<Activation, DeviceError> {
+        let sum = ctx.summed_rows("partial sums", partial)?;
+        let residual_here = self.mask(ctx, site).is_none().then_some(residual);
+        let projected = ctx.lease("projected", sum.shape())?;
+        ctx.enqueue(AddBiasResidual {
+            inp: sum.buffer().clone(),
+            bias: bias.map(|bias| ctx.params.get(bias)),
+            residual: residual_here.map(|residual| residual.buffer().clone()),
+            out: projected.buffer().clone(),
+        });
+        let out = self.apply(ctx, site, &projected, Some(residual))?;
+        Ok(out.unwrap_or(projected))
     }
 
     /// The gradient of what [`DropoutLayer::apply`] was given.

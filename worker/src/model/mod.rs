@@ -10,9 +10,10 @@
 //! | [`Activation`], [`ActivationPool`] | shaped buffers, leased from a pool |
 //! | [`TensorOps`], [`Exchange`] | what blocks ask of the ranks that hold a model together |
 //! | [`zigzag`] | which positions of a sample the ranks of a context group compute |
+//! | [`ExpertOps`], [`RowCounts`] | what blocks ask of the ranks that hold the experts of a layer together |
 //! | [`Model`] | parameters, groups and blocks of one network |
 //! | [`Published`] | how a kind of model is published: names of tensors, words of `config.json` |
-//! | [`build()`] | a network from the `model` section: GPT-2, or the same without attention |
+//! | [`build()`] | a network from the `model` section: GPT-2, the same without attention, Llama, Mixtral |
 //! | [`Passes`], [`ChunkState`], [`Hooks`] | forward and backward over a chunk of blocks; a micro-batch between them; what accompanies them |
 //! | [`fill_init`] | stateless first values |
 
@@ -21,6 +22,7 @@ mod block;
 mod build;
 mod context_parallel;
 mod decoder;
+mod experts;
 mod layers;
 mod param;
 mod passes;
@@ -35,11 +37,11 @@ pub use block::{
 };
 pub use build::{block_count, build, build_part};
 pub use context_parallel::zigzag;
-pub use decoder::{ActivationKind, AttentionKind, Decoder, HEAD, Names, NormKind, PositionKind};
+pub use decoder::{ActivationKind, AttentionKind, Decoder, HEAD, Names, NormKind, PositionKind, ROUTER};
 pub use param::{AxisRole, GroupId, Init, ParamGroup, ParamId, ParamSpec, fill_init};
 pub(crate) use passes::sum_of_losses;
 pub use passes::{ChunkState, Hooks, NoHooks, Pass, Passes};
 pub use published::{FixedSetting, FusedTensors, Published, PublishedTensor, Size, SizeSetting};
 pub(crate) use region::Overlap;
 pub use region::{Cut, Region, Run};
-pub use tensor::{Exchange, ExchangeKind, TensorOps, own_rows};
+pub use tensor::{Exchange, ExchangeKind, ExpertOps, RowCounts, TensorOps, own_rows};

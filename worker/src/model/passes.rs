@@ -114,6 +114,7 @@ impl Passes<'_> {
             keep: Keep::Nothing,
             dloss: None,
             samples: None,
+            routers: None,
             timeline: None,
             ..*self.ctx
         };

@@ -6,8 +6,8 @@ use std::ops::Range;
 
 use serde_json::{Map, Value, json};
 
-use super::decoder::{Decoder, HEAD, Names, NormKind, PositionKind};
-use crate::config::{self, ModelKind, RopeScaling};
+use super::decoder::{Decoder, EXPERTS, HEAD, Names, NormKind, PositionKind};
+use crate::config::{self, ModelKind, RopeScaling, RouterScore};
 use crate::ops::LAYERNORM_EPSILON;
 
 /// One kind of model as it is published.
@@ -35,7 +35,8 @@ pub struct Published {
     pub dropout: &'static [&'static str],
 }
 
-/// A parameter of a layer whose rows are those of several tensors, one after the other.
+/// A parameter of a layer whose rows are those of several tensors, one after the other; of experts those of each, with its
+/// number for `{}`.
 #[derive(Debug)]
 pub struct FusedTensors {
     /// Its name within the layer, without `.weight`.
@@ -84,6 +85,10 @@ pub enum Size {
     KvHeads,
     /// `n_inner`
     Inner,
+    /// `experts.count`
+    Experts,
+    /// `experts.top_k`
+    TopK,
 }
 
 impl Size {
@@ -95,6 +100,8 @@ impl Size {
             Self::Heads => model.n_head,
             Self::KvHeads => model.kv_heads(),
             Self::Inner => model.inner(),
+            Self::Experts => model.experts.count,
+            Self::TopK => model.experts.top_k,
         }
     }
 
@@ -106,6 +113,8 @@ impl Size {
             Self::Heads => model.n_head = size,
             Self::KvHeads => model.n_kv_head = Some(size),
             Self::Inner => model.n_inner = Some(size),
+            Self::Experts => model.experts.count = size,
+            Self::TopK => model.experts.top_k = size,
         }
     }
 }
@@ -152,40 +161,17 @@ static MLP: Published = Published {
     ..GPT2_TABLE
 };
 
-static LLAMA: Published = Published {
+static LLAMA: Published = LLAMA_TABLE;
+
+const LLAMA_TABLE: Published = Published {
     kind: ModelKind::Llama,
     model_type: "llama",
     architecture: Some("LlamaForCausalLM"),
     prefix: "model.",
-    fused: &[
-        FusedTensors {
-            parameter: "self_attn.qkv_proj",
-            tensors: &["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
-            rows: |decoder| {
-                decoder
-                    .attention
-                    .map_or(Vec::new(), |attention| attention.stretches().to_vec())
-            },
-        },
-        FusedTensors {
-            parameter: "mlp.gate_up_proj",
-            tensors: &["mlp.gate_proj", "mlp.up_proj"],
-            rows: |decoder| vec![decoder.inner; 2],
-        },
-    ],
+    fused: &[QKV, GATE_UP],
     // The frequencies of the angles.
     buffers: &["self_attn.rotary_emb.inv_freq"],
-    sizes: &[
-        ("num_hidden_layers", Size::Layers, None),
-        ("hidden_size", Size::Channels, None),
-        ("num_attention_heads", Size::Heads, None),
-        (
-            "num_key_value_heads",
-            Size::KvHeads,
-            Some((1, "num_attention_heads")),
-        ),
-        ("intermediate_size", Size::Inner, None),
-    ],
+    sizes: LLAMA_SIZES.split_at(5).0,
     fixed: &[
         ("hidden_act", FixedSetting::Word(&["silu", "swish"])),
         ("attention_bias", FixedSetting::Flag(false)),
@@ -193,6 +179,60 @@ static LLAMA: Published = Published {
     ],
     positions: &["max_position_embeddings"],
     dropout: &["attention_dropout"],
+};
+
+/// Of Mixtral all, of Llama the first five.
+const LLAMA_SIZES: &[SizeSetting] = &[
+    ("num_hidden_layers", Size::Layers, None),
+    ("hidden_size", Size::Channels, None),
+    ("num_attention_heads", Size::Heads, None),
+    (
+        "num_key_value_heads",
+        Size::KvHeads,
+        Some((1, "num_attention_heads")),
+    ),
+    ("intermediate_size", Size::Inner, None),
+    ("num_local_experts", Size::Experts, None),
+    ("num_experts_per_tok", Size::TopK, None),
+];
+
+const QKV: FusedTensors = FusedTensors {
+    parameter: "self_attn.qkv_proj",
+    tensors: &["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+    rows: |decoder| {
+        decoder
+            .attention
+            .map_or(Vec::new(), |attention| attention.stretches().to_vec())
+    },
+};
+
+const GATE_UP: FusedTensors = FusedTensors {
+    parameter: "mlp.gate_up_proj",
+    tensors: &["mlp.gate_proj", "mlp.up_proj"],
+    rows: |decoder| vec![decoder.inner; 2],
+};
+
+static MIXTRAL: Published = Published {
+    kind: ModelKind::Mixtral,
+    model_type: "mixtral",
+    architecture: Some("MixtralForCausalLM"),
+    fused: &[
+        QKV,
+        GATE_UP,
+        FusedTensors {
+            parameter: EXPERTS[0],
+            tensors: &["block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"],
+            rows: GATE_UP.rows,
+        },
+        FusedTensors {
+            parameter: EXPERTS[1],
+            tensors: &["block_sparse_moe.experts.{}.w2"],
+            rows: |decoder| vec![decoder.channels],
+        },
+    ],
+    sizes: LLAMA_SIZES,
+    fixed: &[("hidden_act", FixedSetting::Word(&["silu", "swish"]))],
+    ..LLAMA_TABLE
 };
 
 impl Published {
@@ -220,12 +260,13 @@ impl Published {
             ModelKind::Gpt2 => &GPT2,
             ModelKind::Llama => &LLAMA,
             ModelKind::Mlp => &MLP,
+            ModelKind::Mixtral => &MIXTRAL,
         }
     }
 
     /// The table with this `model_type`.
     pub fn of_type(model_type: &str) -> Option<&'static Self> {
-        [&GPT2, &LLAMA, &MLP]
+        [&GPT2, &LLAMA, &MLP, &MIXTRAL]
             .into_iter()
             .find(|published| published.model_type == model_type)
     }
@@ -249,26 +290,44 @@ impl Published {
                 elements: 0..shape.iter().product(),
             }];
         };
-        let columns: usize = shape[1..].iter().product();
+        let (experts, matrix) = shape.split_at(shape.len().saturating_sub(2));
+        let columns: usize = matrix[1..].iter().product();
+        let rows = (fused.rows)(decoder);
         let mut end = 0;
-        let tensors = fused.tensors.iter().zip((fused.rows)(decoder));
+        let experts = 0..experts.iter().product();
+        let tensors = experts.flat_map(|expert| {
+            fused
+                .tensors
+                .iter()
+                .zip(&rows)
+                .map(move |tensor| (expert, tensor))
+        });
         tensors
-            .map(|(tensor, rows)| {
+            .map(|(expert, (tensor, rows))| {
                 let start = end;
                 end += rows * columns;
+                let tensor = tensor.replace("{}", &expert.to_string());
                 PublishedTensor {
                     name: format!("{}.{layer}.{tensor}.weight", self.names().layer),
-                    shape: [&[rows][..], &shape[1..]].concat(),
+                    shape: [&[*rows][..], &matrix[1..]].concat(),
                     elements: start..end,
                 }
             })
             .collect()
     }
 
+    /// The class of transformers that loads a model; none: it knows no such model.
+    fn class(&self, decoder: &Decoder) -> Option<&'static str> {
+        let is_published = decoder.experts.is_none_or(|experts| {
+            (experts.every, experts.shared, experts.score) == (1, 0, RouterScore::Softmax)
+        });
+        self.architecture.filter(|_| is_published)
+    }
+
     /// A tensor's name in a file for other tools. Transformers takes a file without the prefix for one without a head,
     /// so only such a file leaves it out.
     pub fn name_in_file(&self, name: &str, decoder: &Decoder) -> String {
-        let is_known = self.architecture.is_some();
+        let is_known = self.class(decoder).is_some();
         if decoder.is_tied || !is_known || name == HEAD || name.starts_with(self.prefix) {
             name.to_owned()
         } else {
@@ -284,7 +343,7 @@ impl Published {
         let mut set = |key: &str, value: Value| {
             settings.insert(key.to_owned(), value);
         };
-        if let Some(architecture) = self.architecture {
+        if let Some(architecture) = self.class(&decoder) {
             set("architectures", json!([architecture]));
         }
         set("model_type", self.model_type.into());

@@ -171,6 +171,9 @@ pub struct Cut {
     stretches: Vec<usize>,
     parts: usize,
     index: usize,
+    /// This rank's experts, where the first dimension counts experts, of which each rank has some. The other dimensions are cut
+    /// within an expert.
+    experts: Option<Range<usize>>,
 }
 
 impl Cut {
@@ -193,19 +196,37 @@ impl Cut {
             stretches: stretches.to_vec(),
             parts,
             index,
+            experts: None,
         }
+    }
+
+    /// The same of some experts, whose first dimension counts them.
+    ///
+    /// # Panics
+    /// If that is the dimension that is cut.
+    #[must_use]
+    pub fn of_experts(self, experts: Range<usize>) -> Self {
+        assert!(self.dim > 0, "the dimension that counts experts is not cut");
+        let experts = Some(experts);
+        Self { experts, ..self }
     }
 
     /// Shape of this rank's part.
     pub fn local_shape(&self, shape: &[usize]) -> Vec<usize> {
         let mut local = shape.to_vec();
         local[self.dim] /= self.parts;
+        if let Some(experts) = &self.experts {
+            local[0] = experts.len();
+        }
         local
     }
 
     /// The boxes that this rank's part consists of, one a stretch, in order.
     pub fn regions(&self, shape: &[usize]) -> Vec<Region> {
-        let whole: Vec<[u64; 2]> = shape.iter().map(|&len| [0, len as u64]).collect();
+        let mut whole: Vec<[u64; 2]> = shape.iter().map(|&len| [0, len as u64]).collect();
+        if let Some(experts) = &self.experts {
+            whole[0] = [experts.start as u64, experts.end as u64];
+        }
         let own = self.own().into_iter().map(|range| {
             let mut bounds = whole.clone();
             bounds[self.dim] = [range.start as u64, range.end as u64];
@@ -231,6 +252,9 @@ impl Cut {
         let inner: usize = shape[self.dim + 1..].iter().product();
         let (whole, local) = (shape[self.dim] * inner, shape[self.dim] / self.parts * inner);
         let own = self.own();
+        let before = self.experts.as_ref().map_or(0, |experts| {
+            experts.start * shape[1..self.dim].iter().product::<usize>()
+        });
         let mut runs = Vec::new();
         if range.is_empty() {
             return runs;
@@ -245,7 +269,7 @@ impl Cut {
                         local: start..end,
                         region,
                         in_region: row * len + (start - at),
-                        global: row * whole + part.start * inner + (start - at),
+                        global: (before + row) * whole + part.start * inner + (start - at),
                     });
                 }
                 at += len;

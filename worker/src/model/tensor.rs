@@ -3,7 +3,8 @@
 //!
 //! A block that has a part of its heads, columns or vocabulary makes partial sums, and all-reduces them; one that has a
 //! part of the rows gathers all of them before a product, and reduce-scatters the partial sums behind it. Which ranks do
-//! that, and how, is not known here; without a group everything is local.
+//! that, and how, is not known here; without a group everything is local. The ranks that hold the experts of a layer together
+//! exchange rows ([`ExpertOps`]: expert parallelism, Lepikhin et al. 2021).
 //!
 //! | | forward | backward |
 //! |---|---|---|
@@ -51,6 +52,34 @@ pub trait TensorOps {
     fn own_rows(&self, whole: &Activation) -> Result<Activation, DeviceError> {
         Ok(whole.rows(own_rows(whole, [self.index(), self.size()])?))
     }
+}
+
+/// The ranks that hold the experts of a layer together, as one of them sees it.
+pub trait ExpertOps {
+    /// Ranks of the group.
+    fn size(&self) -> usize;
+
+    /// Sends every rank how many rows its experts get, of `counts` `[E]`, and receives in `received` `[ranks, E/ranks]` how many
+    /// each sends to this rank's experts. The host waits for these numbers. `rows` is the sum of `counts` where nothing runs.
+    fn count(
+        &self,
+        counts: &Activation,
+        received: &Activation,
+        rows: usize,
+    ) -> Result<RowCounts, DeviceError>;
+
+    /// Sends rows to the ranks of their experts (`forth`), or back. What the compute stream is given from here on runs after
+    /// that.
+    fn exchange(&self, rows: [&Activation; 2], counts: &RowCounts, forth: bool) -> Result<(), DeviceError>;
+}
+
+/// Rows by rank.
+#[derive(Clone, Debug)]
+pub struct RowCounts {
+    /// To the experts of each.
+    pub sent: Vec<usize>,
+    /// From each, for each expert of this rank: `[ranks, E/ranks]`.
+    pub received: Vec<i32>,
 }
 
 /// What the ranks do with an activation that each of them has.

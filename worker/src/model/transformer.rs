@@ -8,6 +8,7 @@
 
 use super::context_parallel::{KeyExchange, Stretch};
 use super::decoder::{ActivationKind, PositionKind};
+use super::experts::ExpertLayer;
 use super::layers::{Dense, DropoutLayer, NormedDense, Site, with_channels};
 use super::{Activation, Block, Context, GradSink, GradSlot, Keep, ParamId, Saved};
 use crate::config::Recompute;
@@ -23,19 +24,29 @@ use crate::ops::{
 pub(super) struct TransformerBlock {
     name: String,
     attention: Option<Attention>,
-    feed_forward: FeedForward,
+    second: SecondLayer,
     params: Vec<ParamId>,
+}
+
+/// What a block does behind attention.
+#[derive(Clone, Debug)]
+pub(super) enum SecondLayer {
+    FeedForward(FeedForward),
+    Experts(ExpertLayer),
 }
 
 impl TransformerBlock {
     /// Without attention, every position sees itself only.
-    pub(super) fn new(name: String, attention: Option<Attention>, feed_forward: FeedForward) -> Self {
+    pub(super) fn new(name: String, attention: Option<Attention>, second: SecondLayer) -> Self {
         let mut params = attention.map(|a| a.params()).unwrap_or_default();
-        params.extend(feed_forward.params());
+        params.extend(match &second {
+            SecondLayer::FeedForward(layer) => layer.params(),
+            SecondLayer::Experts(layer) => layer.params(),
+        });
         Self {
             name,
             attention,
-            feed_forward,
+            second,
             params,
         }
     }
@@ -77,7 +88,10 @@ impl Block for TransformerBlock {
             saved
         };
         let middle = self.middle(ctx, inp, saved)?;
-        self.feed_forward.forward(ctx, &middle, saved)
+        match &self.second {
+            SecondLayer::FeedForward(layer) => layer.forward(ctx, &middle, saved),
+            SecondLayer::Experts(layer) => layer.forward(ctx, &middle, saved),
+        }
     }
 
     fn backward(
@@ -92,12 +106,18 @@ impl Block for TransformerBlock {
             None => saved,
             Some(inp) => {
                 let middle = self.middle(ctx, &inp, &mut again)?;
-                self.feed_forward.recompute(ctx, &middle, &mut again)?;
+                match &self.second {
+                    SecondLayer::FeedForward(layer) => layer.recompute(ctx, &middle, &mut again)?,
+                    SecondLayer::Experts(layer) => layer.recompute(ctx, &middle, &mut again)?,
+                }
                 &mut again
             }
         };
         // The gradient of the residual stream: each layer adds its own to it.
-        let dmiddle = self.feed_forward.backward(ctx, saved, dout, grads)?;
+        let dmiddle = match &self.second {
+            SecondLayer::FeedForward(layer) => layer.backward(ctx, saved, dout, grads)?,
+            SecondLayer::Experts(layer) => layer.backward(ctx, saved, dout, grads)?,
+        };
         match &self.attention {
             Some(attention) => attention.backward(ctx, saved, &dmiddle, grads).map(Some),
             None => Ok(Some(dmiddle)),

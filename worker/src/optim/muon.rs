@@ -18,7 +18,7 @@ use super::rules::{StepMemory, muon_blend, muon_descend, muon_momentum};
 use crate::collective::{Communicator, Launch, Traffic, Work};
 use crate::config::OptimizerConfig;
 use crate::device::{ArenaSpec, Buffer, DType, Device, DeviceError, Stream};
-use crate::model::{Names, ParamId, ParamSpec};
+use crate::model::{Names, ParamId, ParamSpec, ROUTER};
 use crate::ops::{
     CHUNK, ClipScale, LinearDweight, LinearForward, LinearShape, Op, Rates, Runs, SquaredNorm, Update,
     UpdateRule, WeightLayout,
@@ -34,9 +34,10 @@ const EPS: f32 = 1e-7;
 /// Root mean square of AdamW's updates.
 const ADAMW_RMS: f64 = 0.2;
 
-/// True of the parameters that Muon updates: matrices of the blocks.
+/// True of the parameters that Muon updates: matrices of the blocks, those of experts one by one. A router has, as the head,
+/// a row for each choice, and is AdamW's.
 pub(super) fn is_hidden_matrix(spec: &ParamSpec) -> bool {
-    spec.global_shape.len() == 2 && Names::are_of_a_layer(&spec.key)
+    spec.global_shape.len() > 1 && Names::are_of_a_layer(&spec.key) && !spec.key.contains(ROUTER)
 }
 
 /// The matrices of the blocks, and memory to make one of them orthogonal.
@@ -203,13 +204,16 @@ fn gatherings(
     gatherings
 }
 
-/// Rows and columns of the projections of a parameter, or its own.
+/// Rows and columns of the projections of a parameter, or its own; of each expert that this rank holds.
 fn shapes(spec: &ParamSpec) -> Vec<[usize; 2]> {
+    let shape = spec.local_shape();
+    let (experts, matrix) = shape.split_at(shape.len() - 2);
     let rows = match &spec.projections[..] {
-        [] => &spec.global_shape[..1],
+        [] => &matrix[..1],
         projections => projections,
     };
-    rows.iter().map(|rows| [*rows, spec.global_shape[1]]).collect()
+    let shapes: Vec<_> = rows.iter().map(|rows| [*rows, matrix[1]]).collect();
+    shapes.repeat(experts.iter().product())
 }
 
 /// Memory of the Newton–Schulz iterations.
@@ -374,7 +378,12 @@ mod tests {
 
     #[test]
     fn the_matrices_of_the_layers_are_muons_in_every_kind_of_model() {
-        for kind in [ModelKind::Gpt2, ModelKind::Llama, ModelKind::Mlp] {
+        for kind in [
+            ModelKind::Gpt2,
+            ModelKind::Llama,
+            ModelKind::Mlp,
+            ModelKind::Mixtral,
+        ] {
             let config = crate::config::Model {
                 kind,
                 n_layer: 2,
@@ -388,10 +397,14 @@ mod tests {
             let matrices = model
                 .params
                 .iter()
-                .filter(|spec| spec.global_shape.len() == 2)
+                .filter(|spec| spec.global_shape.len() > 1)
                 .count();
-            // All but the embeddings and the head.
-            let others = if kind == ModelKind::Gpt2 { 3 } else { 2 };
+            // All but the embeddings and the head, and the router of each layer.
+            let others = match kind {
+                ModelKind::Gpt2 => 3,
+                ModelKind::Mixtral => 4,
+                _ => 2,
+            };
             assert_eq!(hidden, matrices - others, "{kind:?}");
         }
     }

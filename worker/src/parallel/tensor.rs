@@ -1,10 +1,11 @@
 //! The ranks that compute blocks together, over communicators: what [`TensorOps`] are for blocks.
 
 use super::comm_times::CommTracker;
+use super::experts::ExpertGroup;
 use crate::collective::{CollectiveError, Communicator, Launch, ReduceOp, Traffic};
 use crate::device::{Compute, DeviceError};
 use crate::mesh::{Axis, Mesh};
-use crate::model::{Activation, Context, Exchange, ExchangeKind, TensorOps, own_rows};
+use crate::model::{Activation, Context, Exchange, ExchangeKind, ExpertOps, TensorOps, own_rows};
 
 /// A tensor group, or a context group. Sums are in rank order, the same bits on every rank.
 ///
@@ -42,6 +43,7 @@ pub struct BlockGroups {
     context: Option<TensorGroup>,
     /// The ranks of both.
     all: Option<Communicator>,
+    experts: Option<ExpertGroup>,
 }
 
 impl BlockGroups {
@@ -53,6 +55,9 @@ impl BlockGroups {
         };
         let tensor = connect(&[Axis::Tensor], "activations along tensor")?;
         let context = connect(&[Axis::Context], "activations along context")?;
+        let along = mesh.shape().expert_axes();
+        let experts = (mesh.size(along) > 1).then(|| mesh.group_inline(along, "rows of experts"));
+        let experts = experts.transpose()?;
         let both = connect(
             &[Axis::Context, Axis::Tensor],
             "activations along context × tensor",
@@ -61,6 +66,7 @@ impl BlockGroups {
             all: both.or_else(|| tensor.clone().or_else(|| context.clone())),
             tensor: tensor.map(|comm| TensorGroup::new(comm, compute, is_sequence)),
             context: context.map(|comm| TensorGroup::new(comm, compute, false)),
+            experts: experts.map(|comm| ExpertGroup::new(comm, compute)),
         })
     }
 
@@ -71,13 +77,15 @@ impl BlockGroups {
 
     /// Of each group.
     pub fn trackers(&self) -> impl Iterator<Item = &CommTracker> {
-        self.tensor.iter().chain(&self.context).map(TensorGroup::tracker)
+        let groups = self.tensor.iter().chain(&self.context).map(TensorGroup::tracker);
+        groups.chain(self.experts.iter().map(ExpertGroup::tracker))
     }
 
     /// For blocks that these ranks compute together.
     pub fn with_groups<'a>(&'a self, mut ctx: Context<'a>) -> Context<'a> {
         ctx.tensor = self.tensor.as_ref().map(|group| group as _);
         ctx.context_group = self.context.as_ref().map(|group| group as _);
+        ctx.experts = self.experts.as_ref().map(|group| group as _);
         ctx
     }
 }

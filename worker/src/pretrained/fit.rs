@@ -236,7 +236,10 @@ impl Misfit {
 
     /// What would fit.
     pub(super) fn write(&mut self, key: &str, value: impl Display) {
-        let line = format!("`{key}: {value}`");
+        let line = match key.split_once('.') {
+            Some((section, key)) => format!("`{section}: {{ {key}: {value} }}`"),
+            None => format!("`{key}: {value}`"),
+        };
         if !self.changes.contains(&line) {
             self.changes.push(line);
         }

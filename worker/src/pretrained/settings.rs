@@ -9,7 +9,7 @@ use serde_json::{Map, Value};
 
 use super::files::{PretrainedError, read_json};
 use super::fit::{FOREIGN, Misfit};
-use crate::config::{Model, ModelKind, RopeScaling};
+use crate::config::{Model, RopeScaling};
 use crate::model::Published;
 
 /// Sizes that a model can have.
@@ -89,7 +89,7 @@ impl Settings {
             let positions = self.get(key)?.unwrap_or(there.block_size);
             there.block_size = there.block_size.min(positions);
         }
-        if there.kind == ModelKind::Llama {
+        if there.kind.is_llama() {
             let (key, default) = Published::EPSILON;
             there.norm_eps = self.get(key)?.unwrap_or(default);
             self.add_rotary(&mut there, misfit)?;
@@ -175,6 +175,8 @@ pub(super) fn compare(there: &Model, here: &Model, misfit: &mut Misfit) {
         sizes("n_head", [there.n_head, here.n_head]),
         sizes("n_kv_head", [there.kv_heads(), changed.kv_heads()]),
         sizes("n_inner", [there.inner(), changed.inner()]),
+        sizes("experts.count", [there, here].map(|model| model.experts.count)),
+        sizes("experts.top_k", [there, here].map(|model| model.experts.top_k)),
         sizes("block_size", [there.block_size, here.block_size]),
         (
             "norm_eps",

@@ -16,6 +16,7 @@
 //! | `strategy.rs` | what a strategy holds of parameters and gradients, and a rank of the model |
 //! | `run_row.rs` | the only loop over a row of a schedule |
 //! | `replica.rs` | the model on this rank, and the memory of its micro-batches |
+//! | `router_table.rs` | what the routers of experts count in a step |
 //! | `row_state.rs` | what a rank keeps while it runs a row, and what each kind of action does |
 //! | `rank_table.rs` | tables with one row a rank, gathered on all of them |
 //! | `idle_world.rs` | a rank on a device that does nothing, to plan with |
@@ -30,6 +31,7 @@ pub(crate) mod rank_spec;
 mod rank_table;
 pub(crate) mod replica;
 mod reporting;
+pub(crate) mod router_table;
 mod row_state;
 mod run;
 pub(crate) mod run_row;

@@ -12,6 +12,7 @@ use ddp_proto::env::WorkerEnv;
 use super::TrainError;
 use super::idle_world::idle_world;
 use super::replica::{Replica, ReplicaParts};
+use super::router_table::RouterTable;
 use super::run_row::{rehearse_evaluation, rehearse_step};
 use super::strategy::{ShardingStrategy, held, mesh, part_of, pipeline_plan};
 use super::world::{Groups, World, stage_messages};
@@ -213,6 +214,7 @@ impl RankSpec {
             plan: self.plan.clone(),
             activations,
             shape: micro_batch_shape(&self.config),
+            routers: RouterTable::new(world, &self.config)?,
         };
         Replica::new(world, groups, parts)
     }

@@ -18,6 +18,7 @@ use crate::parallel::pipeline::{Action, ActionKind, PipelinePlan};
 use crate::parallel::{BlockGroups, CommTimes, CommTracker, DeviceTimes, Parameters};
 use crate::pretrained::PretrainedWeights;
 use crate::train::TrainError;
+use crate::train::router_table::RouterTable;
 use crate::train::world::{Groups, World};
 
 /// The model on this rank, and the memory of its micro-batches.
@@ -36,6 +37,8 @@ pub(crate) struct Replica {
     dloss: Buffer,
     /// What `dloss` is filled with.
     factor: Option<f64>,
+    /// None: there are no experts.
+    pub(crate) routers: Option<RouterTable>,
 }
 
 /// One micro-batch on the host.
@@ -67,6 +70,7 @@ pub(crate) struct ReplicaParts {
     pub(crate) activations: usize,
     /// Samples by positions of a micro-batch.
     pub(crate) shape: [usize; 2],
+    pub(crate) routers: Option<RouterTable>,
 }
 
 impl Replica {
@@ -86,6 +90,7 @@ impl Replica {
             world: world.clone(),
             dloss: dloss.whole(),
             factor: None,
+            routers: parts.routers,
             parameters: parts.parameters,
             model,
         })
@@ -152,6 +157,9 @@ impl Replica {
 
     /// Prepares for a row.
     pub(crate) fn begin(&mut self, purpose: RowPurpose) {
+        if let (Some(routers), RowPurpose::Training) = (&self.routers, purpose) {
+            routers.clear();
+        }
         self.feed.reset();
         self.row.begin(purpose);
     }
@@ -187,9 +195,12 @@ impl Replica {
         let (tokens, targets) = batch.map_or((None, None), bring);
         let (world, parameters, model) = (&self.world, &self.parameters, &self.model);
         let shape = self.feed.shape;
+        let routers = (self.routers.as_ref()).map(|table| table.of_micro_batch(micro_batch));
         let ctx = Context {
             targets: targets.as_ref(),
             dloss: Some(&self.dloss),
+            position_weight: self.factor.unwrap_or_default(),
+            routers: routers.as_ref(),
             keep: Keep::ForBackward(model.recompute),
             samples: Some(samples),
             timeline: Some(world.comm.timeline()),

@@ -14,6 +14,7 @@ use crate::config::{
 use crate::data::{Dataset, Tokens};
 use crate::device::DType;
 use crate::mesh::Axis;
+use crate::model::Decoder;
 use crate::ops::has_tensor_kernels;
 use crate::optim::{batch_factor, learning_rate};
 use crate::parallel::Dtypes;
@@ -102,16 +103,23 @@ impl Rows {
     }
 }
 
-/// `gpt2, 4 layers, 4 heads, width 128`
+/// `gpt2, 4 layers, 4 heads, width 128`; of a Mixtral also `2 of 8 experts`.
 fn model(config: &Model) -> String {
+    let Decoder {
+        attention,
+        experts,
+        names,
+        ..
+    } = Decoder::of(config);
     let layers = counted(config.n_layer, "layer");
-    let (kind, heads) = match config.kind {
-        ModelKind::Gpt2 => ("gpt2", Some(config.n_head)),
-        ModelKind::Llama => ("llama", Some(config.n_head)),
-        ModelKind::Mlp => ("mlp", None),
-    };
-    let heads = heads.map_or_else(String::new, |heads| format!(", {}", counted(heads, "head")));
-    format!("{kind}, {layers}{heads}, width {}", config.n_embd)
+    let heads = attention.map_or_else(String::new, |kind| format!(", {}", counted(kind.heads, "head")));
+    let experts = experts.map_or_else(String::new, |all| {
+        format!(", {} of {} experts", all.top_k, all.count)
+    });
+    format!(
+        "{}, {layers}{heads}{experts}, width {}",
+        names.kind, config.n_embd
+    )
 }
 
 fn backend(trainer: &TrainerParts<'_>) -> String {

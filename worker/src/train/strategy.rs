@@ -124,7 +124,7 @@ fn check_whole_matrices(config: &OptimizerConfig, mesh: &MeshShape) -> Result<()
     )))
 }
 
-/// Arithmetic of a token in a layer, and in the head.
+/// Arithmetic of a token in a layer, the mean of all, and in the head.
 pub(crate) fn layer_work(config: &TrainConfig) -> [Work; 2] {
     let vocabulary = config.model.vocab_size.unwrap_or(config.vocabulary.size);
     let arithmetic = |n_layer, vocabulary: usize| {
@@ -134,7 +134,13 @@ pub(crate) fn layer_work(config: &TrainConfig) -> [Work; 2] {
         };
         Work::of(&model, vocabulary as u64, config.train.recompute)
     };
-    [arithmetic(1, 0), arithmetic(0, vocabulary)]
+    let layers = config.model.n_layer;
+    let all = arithmetic(layers, 0);
+    let layer = Work {
+        model: all.model / layers as u64,
+        repeated: all.repeated / layers as u64,
+    };
+    [layer, arithmetic(0, vocabulary)]
 }
 
 /// Arithmetic of a token.
@@ -166,6 +172,10 @@ pub(crate) fn part_of(config: &TrainConfig, mesh: &MeshShape, plan: &PipelinePla
     ModelPart {
         tensor: (mesh.index(rank, &[Axis::Tensor]), tensor),
         sequence: config.parallel.sequence && tensor > 1,
+        experts: (
+            mesh.index(rank, mesh.expert_axes()),
+            mesh.size(mesh.expert_axes()),
+        ),
         chunks: is_piped.then(|| plan.chunks_of(mesh.index(rank, &[Axis::Pipeline]))),
     }
 }

@@ -66,9 +66,10 @@ fn llama(c: &mut TrainConfig) {
 
 #[test]
 fn the_loss_of_a_checkpoint_is_the_runs_validation_loss() {
-    let kinds: [(&str, Change); 4] = [
+    let kinds: [(&str, Change); 5] = [
         ("gpt2", |_| ()),
         ("llama", llama),
+        ("mixtral", |c| c.model.kind = ModelKind::Mixtral),
         ("mlp", |c| c.model.kind = ModelKind::Mlp),
         ("bf16", |c| c.train.precision = Precision::Bf16),
     ];

@@ -148,7 +148,7 @@ fn rows_that_the_file_has_not_are_those_of_a_run_without_it() {
 /// Sizes and parts of a model that are not GPT-2's.
 type Change = fn(&mut config::Model);
 
-const OTHERS: [(&str, Change); 6] = [
+const OTHERS: [(&str, Change); 8] = [
     ("mlp", |model| model.kind = ModelKind::Mlp),
     ("gpt2 with a head and a width of its own", |model| {
         (model.tied, model.n_inner) = (Some(false), Some(24));
@@ -166,6 +166,11 @@ const OTHERS: [(&str, Change); 6] = [
             high_freq_factor: 4.0,
             original_positions: 8,
         });
+    }),
+    ("mixtral", |model| model.kind = ModelKind::Mixtral),
+    ("mixtral with shared experts in every second layer", |model| {
+        (model.kind, model.n_layer) = (ModelKind::Mixtral, 2);
+        (model.experts.every, model.experts.shared) = (2, 1);
     }),
     ("tied mlp", |model| {
         (model.kind, model.tied) = (ModelKind::Mlp, Some(true));

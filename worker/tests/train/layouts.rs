@@ -29,6 +29,8 @@ struct Layout {
     data: usize,
     strategy: Strategy,
     context: usize,
+    /// Ranks that hold the experts of a layer together.
+    expert: usize,
     tensor: usize,
     sequence: bool,
     precision: Precision,
@@ -47,6 +49,7 @@ impl Layout {
         c.train.grad_accumulation = self.accumulation;
         c.parallel.strategy = self.strategy;
         c.parallel.context = self.context;
+        c.parallel.expert = self.expert;
         c.parallel.tensor = self.tensor;
         c.parallel.sequence = self.sequence;
         c.parallel.pipeline.stages = self.stages;
@@ -63,7 +66,12 @@ impl Layout {
         c.model.n_layer = if self.stages * chunks > 4 { 8 } else { 4 };
         c.model.n_head = 4;
         c.model.n_embd = 32;
-        if self.kind == ModelKind::Llama {
+        if self.kind == ModelKind::Mixtral {
+            c.model.experts.count = 8;
+            c.model.experts.shared = usize::from(self.tied);
+            c.model.experts.z_loss = 0.001;
+        }
+        if self.kind != ModelKind::Gpt2 {
             c.model.n_kv_head = Some(if self.grouped { 2 } else { 4 });
             c.model.n_inner = Some(48);
         }
@@ -83,7 +91,7 @@ impl Layout {
         let reduces_once = self.accumulation == 1
             || self.stages > 1
             || matches!(self.strategy, Strategy::Ddp | Strategy::Zero1);
-        self.tensor == 1 && self.context == 1 && reduces_once
+        self.tensor == 1 && self.context == 1 && self.expert == 1 && reduces_once
     }
 
     /// The same samples a step on data-parallel ranks alone; on one rank they are accumulated.
@@ -143,12 +151,16 @@ impl<T: Copy> Deck<T> {
 const RANKS: [usize; 4] = [1, 2, 4, 8];
 
 /// Kinds, with or without grouped queries.
-const KINDS: [(ModelKind, bool); 4] = [
+const KINDS: [(ModelKind, bool); 6] = [
     (ModelKind::Gpt2, false),
+    (ModelKind::Mixtral, false),
     (ModelKind::Llama, false),
     (ModelKind::Gpt2, false),
     (ModelKind::Llama, true),
+    (ModelKind::Mixtral, true),
 ];
+/// Data-parallel ranks that hold the experts of a layer together; none: every rank holds all of them.
+const EXPERTS: [usize; 4] = [0, 1, 2, 4];
 /// And whether ranks share rows.
 const PRECISIONS: [(Precision, bool); 4] = [
     (Precision::F32, false),
@@ -185,6 +197,7 @@ fn layouts() -> Vec<Layout> {
     let (mut schedules, mut chunks) = (Deck::new(5, &SCHEDULES), Deck::new(6, &CHUNKS));
     let mut strategies = Deck::new(7, &STRATEGIES);
     let mut counts = Deck::new(8, &[1, 2, 3]);
+    let mut experts = Deck::new(9, &EXPERTS);
     let mut layouts = Vec::new();
     for [stages, data, context, tensor] in RANKS.into_iter().flat_map(meshes) {
         for _ in 0..if context > 1 { 2 } else { 4 } {
@@ -219,6 +232,10 @@ fn layouts() -> Vec<Layout> {
                     _ => strategies.deal(),
                 },
                 context,
+                expert: match kind {
+                    ModelKind::Mixtral => (context * experts.deal().min(data)).max(1),
+                    _ => 1,
+                },
                 tensor,
                 sequence,
                 precision,
@@ -325,6 +342,13 @@ fn check(layout: Layout) -> Result<(), String> {
     if layout.is_bit_equal() {
         let alike = layout.reference(layout.data);
         same_bits(&alike.train(layout.data as u32), &found)?;
+    } else if layout.tensor == 1 && layout.context == 1 {
+        // Where an expert is makes no difference to forward.
+        let alike = layout.reference(layout.data).train(layout.data as u32);
+        let losses = [&alike, &found].map(|run| run.metrics[0].loss);
+        if losses[0].to_bits() != losses[1].to_bits() {
+            return Err(format!("losses of the first step: {losses:?}"));
+        }
     }
     let tolerance = match layout.precision {
         Precision::Bf16 => 2e-2,
@@ -377,7 +401,12 @@ fn a_hundred_layouts_at_least_are_generated_and_every_choice_is_among_them() {
     assert_eq!(shared(|l| format!("{:?} {}", l.strategy, l.stages > 1)).len(), 8);
     assert_eq!(shared(|l| format!("{:?} {}", l.strategy, l.tensor > 1)).len(), 8);
     assert_eq!(piped(|l| format!("{:?}", l.schedule)).len(), 6);
-    assert_eq!(piped(|l| format!("{:?}", l.kind)).len(), 2);
+    assert_eq!(piped(|l| format!("{:?}", l.kind)).len(), 3);
+    assert_eq!(
+        shared(|l| format!("{} {:?}", l.expert > 1, l.strategy)).len(),
+        8,
+        "experts on several ranks"
+    );
     assert_eq!(piped(|l| format!("{:?}", l.chunks)).len(), 4, "none, 2, 3 and 4");
     assert_eq!(
         cut(|l| format!("{:?} {:?} {}", l.kind, l.precision, l.sequence)).len(),

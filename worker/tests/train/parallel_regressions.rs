@@ -17,6 +17,8 @@ struct Layout {
     schedule: PipelineSchedule,
     data: usize,
     strategy: Strategy,
+    /// Ranks that hold the experts of a layer together.
+    expert: usize,
     context: usize,
     tensor: usize,
     sequence: bool,
@@ -27,6 +29,7 @@ const ALONE: Layout = Layout {
     schedule: PipelineSchedule::OneFOneB,
     data: 1,
     strategy: Strategy::Ddp,
+    expert: 1,
     context: 1,
     tensor: 1,
     sequence: false,
@@ -81,6 +84,45 @@ const LAYOUTS: [Layout; 10] = [
     },
 ];
 
+/// The same of a model with experts: some on each rank, of all data-parallel ranks or of half of them, beside each axis.
+const EXPERT_LAYOUTS: [Layout; 5] = [
+    Layout {
+        data: 2,
+        expert: 2,
+        ..ALONE
+    },
+    Layout {
+        data: 4,
+        strategy: Strategy::Zero3,
+        expert: 2,
+        ..ALONE
+    },
+    Layout {
+        data: 2,
+        strategy: Strategy::Zero1,
+        expert: 4,
+        context: 2,
+        ..ALONE
+    },
+    Layout {
+        data: 2,
+        strategy: Strategy::Zero2,
+        expert: 2,
+        ..cut(2, true)
+    },
+    Layout {
+        data: 2,
+        strategy: Strategy::Zero1,
+        expert: 2,
+        ..piped(2, PipelineSchedule::ZbH1)
+    },
+];
+
+fn with_experts(c: &mut TrainConfig) {
+    c.model.kind = ModelKind::Mixtral;
+    c.model.n_inner = Some(24);
+}
+
 /// Micro-batches of all data-parallel ranks in a step.
 const MICRO_BATCHES: usize = 8;
 
@@ -97,6 +139,7 @@ impl Layout {
     fn apply(self, c: &mut TrainConfig) {
         c.train.grad_accumulation = MICRO_BATCHES / self.data;
         c.parallel.strategy = self.strategy;
+        c.parallel.expert = self.expert;
         c.parallel.context = self.context;
         c.parallel.tensor = self.tensor;
         c.parallel.sequence = self.sequence;
@@ -335,6 +378,58 @@ fn context_ranks_have_the_losses_of_one_rank_and_one_state_whatever_is_sharded()
     }
 }
 
+/// Megatron-LM: `test_zero_tokens_for_some_experts`. A micro-batch has two positions, and no expert of some ranks has any.
+#[test]
+fn zero_tokens_for_some_experts() {
+    let few = |c: &mut TrainConfig| {
+        with_experts(c);
+        c.model.experts.top_k = 1;
+        c.model.block_size = 4;
+        c.train.micro_batch = 1;
+    };
+    let alone = ALONE.train(few);
+    for layout in EXPERT_LAYOUTS {
+        assert_equal(layout, &alone, &layout.train(few));
+    }
+    let loads = alone.metrics.iter().map(|line| line.experts.unwrap().expert_load);
+    assert!(loads.clone().all(|load| load > 1.0), "{loads:?}");
+}
+
+/// pytorch 160285: the gradients of experts were scaled by the number of ranks that hold them together. The updates of SGD, and
+/// the norm, would show it. What the router counts does not depend on who counts it.
+#[test]
+fn gradients_of_experts_are_not_scaled_by_the_size_of_their_group() {
+    let alone = ALONE.train(with_experts);
+    for layout in EXPERT_LAYOUTS {
+        let found = layout.train(with_experts);
+        assert_equal(layout, &alone, &found);
+        for (one, other) in alone.metrics.iter().zip(&found.metrics) {
+            let [one, other] = [one, other].map(|line| line.experts.unwrap());
+            assert_eq!(one.expert_load, other.expert_load, "{layout:?}");
+            let error = (one.balance_loss - other.balance_loss).abs() / one.balance_loss;
+            assert!(error < 1e-5, "{layout:?}: balance off by {error}");
+        }
+    }
+}
+
+/// Where an expert has room for half of its mean, choices are dropped, and the others are as with any room.
+#[test]
+fn experts_drop_what_they_have_no_room_for() {
+    let narrow = |c: &mut TrainConfig| {
+        with_experts(c);
+        c.model.experts.capacity = Some(0.5);
+    };
+    let alone = ALONE.train(narrow);
+    assert_equal(EXPERT_LAYOUTS[1], &alone, &EXPERT_LAYOUTS[1].train(narrow));
+    let dropped = alone.metrics[0].experts.unwrap().expert_dropped;
+    assert!((0.5..1.0).contains(&dropped), "{dropped}");
+    let roomy = ALONE.train(|c| {
+        with_experts(c);
+        c.model.experts.capacity = Some(8.0);
+    });
+    assert_same(&ALONE.train(with_experts), &roomy, "room for all");
+}
+
 /// A run under `to` that loads what `from` has saved, has nothing to do but to skip a step, and saves it again.
 fn saved_again(from: &Job, to: Layout) -> Trained {
     let mut again = Job::new();
@@ -353,11 +448,16 @@ fn saved_again(from: &Job, to: Layout) -> Trained {
     trained
 }
 
-/// Megatron-LM 1517, and its `test_optimizer_resharding`: the optimizer's state could not be read by other tensor and pipeline
-/// ranks.
+/// Megatron-LM 1517, and its `test_optimizer_resharding`: the optimizer's state could not be read by other tensor, pipeline
+/// and expert ranks.
 #[test]
 fn optimizer_state_is_read_by_other_layouts() {
-    let all: Vec<Layout> = std::iter::once(ALONE).chain(LAYOUTS).collect();
+    state_is_read_by_other_layouts(&LAYOUTS, |_| ());
+    state_is_read_by_other_layouts(&EXPERT_LAYOUTS, with_experts);
+}
+
+fn state_is_read_by_other_layouts(layouts: &[Layout], model: fn(&mut TrainConfig)) {
+    let all: Vec<Layout> = std::iter::once(&ALONE).chain(layouts).copied().collect();
     for (i, from) in all.iter().enumerate() {
         let job = from.job(|c| {
             c.train.steps = 2;
@@ -366,6 +466,7 @@ fn optimizer_state_is_read_by_other_layouts() {
             c.train.verify_every = 0;
             c.train.rescale = Rescale::KeepMicroBatch;
             c.run.resume = Resume::Auto;
+            model(c);
         });
         let before = job.train(from.ranks());
         assert!(

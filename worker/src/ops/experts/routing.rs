@@ -14,17 +14,9 @@ use super::super::cpu::stored::Stored;
 use super::super::cuda::plan::{Call, Plan, Scratch, act_defines, count, element, expect_dtype, kernels};
 use super::super::swiglu::sigmoid;
 use super::super::{Cpu, Isa, Operation, expect_indices, expect_lens};
+pub use crate::config::RouterScore;
 use crate::cuda::{Grid, KernelSource};
 use crate::memory::{Buffer, DType, DeviceError};
-
-/// How a router makes scores of logits.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum RouterScore {
-    /// Over all experts.
-    Softmax,
-    /// Of each expert alone.
-    Sigmoid,
-}
 
 /// How experts are chosen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

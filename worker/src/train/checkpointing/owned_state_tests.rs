@@ -292,6 +292,7 @@ impl Trained {
         let part = ModelPart {
             tensor: (at(Axis::Tensor), mesh.size(&[Axis::Tensor])),
             sequence: self.parallel.sequence,
+            experts: (0, 1),
             chunks: (stages > 1).then(|| vec![first(stage)..first(stage + 1)]),
         };
         let mut model = model::build_part(&self.model, 1024, &part).unwrap();

@@ -49,6 +49,8 @@ pub(crate) struct EnqueuedStep {
     pub(super) collectives: Vec<Work>,
     /// Losses and norm.
     pub(super) fetches: [Fetch; 2],
+    /// What routers count.
+    pub(super) routers: Option<Fetch>,
 }
 
 /// What a step that the device has run came to.
@@ -57,6 +59,8 @@ pub(crate) struct StepResult {
     pub(crate) rows: StepRows,
     /// Norm of the averaged gradients before clipping.
     pub(crate) norm: f32,
+    /// What routers count: [`crate::train::router_table::RouterTable::read`].
+    pub(crate) routers: Option<Vec<u8>>,
 }
 
 impl EnqueuedStep {
@@ -70,6 +74,7 @@ impl EnqueuedStep {
         Ok(StepResult {
             rows: StepRows::read(&rows.wait(deadline)?),
             norm: bytemuck::pod_read_unaligned(&norm.wait(deadline)?),
+            routers: self.routers.map(|fetch| fetch.wait(deadline)).transpose()?,
         })
     }
 }

@@ -33,6 +33,7 @@ use crate::train::rank_spec::RankSpec;
 use crate::train::rank_table::{RankTable, StepTable};
 use crate::train::replica::{MicroBatch, Replica};
 use crate::train::reporting::{Footprint, ProfilingWindow, Recorder, StepRecord, say};
+use crate::train::router_table::RouterTable;
 use crate::train::row_state::RowPurpose;
 use crate::train::run_row::{EnqueuedAction, RowCaller, run_row};
 use crate::train::strategy::network;
@@ -421,6 +422,8 @@ impl<'a> Trainer<'a> {
             }
             _ => {}
         }
+        let routers = self.parts.replica.routers.as_ref().zip(result.routers.as_deref());
+        let experts = routers.map(|(table, bytes)| table.read(bytes));
         let stalled = self.parts.checkpoints.take_stalled();
         let (loader, env) = (&self.parts.loader, self.parts.session.env());
         let block_size = self.parts.config.model.block_size as u64;
@@ -432,6 +435,7 @@ impl<'a> Trainer<'a> {
                 epoch: loader.epoch_before(step + 1),
                 loss: result.rows.mean_loss(),
                 val_loss: None,
+                experts,
                 lr: f64::from(lr),
                 grad_norm: f64::from(result.norm),
                 skipped: self.skips.total(),
@@ -543,7 +547,10 @@ impl<'a> Trainer<'a> {
         let Compute { device, stream } = parts.world.compute.clone();
         let (norm_began, shared_before) = (Instant::now(), times.share);
         let mut collectives = vec![sharing];
-        parts.arrive(&collectives[0], &mut times)?;
+        collectives.extend(parts.replica.routers.as_ref().map(RouterTable::share));
+        for work in &collectives {
+            parts.arrive(work, &mut times)?;
+        }
         let span = parts.world.begin_span();
         if let Some(work) = parts.clip.measure(parts.optimizer.home(), &grads) {
             parts.arrive(&work, &mut times)?;
@@ -571,6 +578,7 @@ impl<'a> Trainer<'a> {
             .world
             .end_span(span, Kind::Optimizer, || "update".to_owned());
         let fetches = [parts.step_table.fetch(), device.fetch(stream, &parts.clip.norm())];
+        let routers = parts.replica.routers.as_ref().map(RouterTable::fetch);
         parameters.updated()?;
         let waited =
             times.account(parameters.tracker().take_times()) + times.share.saturating_sub(shared_before);
@@ -588,6 +596,7 @@ impl<'a> Trainer<'a> {
             sent,
             collectives,
             fetches,
+            routers,
         })
     }
 }

@@ -11,7 +11,8 @@ const SAMPLES: usize = 2;
 const POSITIONS: usize = 12;
 const VOCABULARY: usize = 11;
 
-/// GPT-2, Llama with two query heads to a head of keys, Llama with the scaled rotation of Llama 3, and no attention.
+/// GPT-2, Llama with two query heads to a head of keys, Llama with the scaled rotation of Llama 3, no attention, and
+/// Mixtral.
 fn kinds() -> Vec<(&'static str, config::Model)> {
     let of = |kind| config::Model {
         block_size: POSITIONS,
@@ -42,6 +43,7 @@ fn kinds() -> Vec<(&'static str, config::Model)> {
         ("llama", llama),
         ("llama 3", llama3),
         ("mlp", of(ModelKind::Mlp)),
+        ("mixtral", of(ModelKind::Mixtral)),
     ]
 }
 

@@ -1,6 +1,6 @@
 //! Whole networks against finite differences, in f64.
 
-use ddp_worker::config::{Model, ModelKind, RopeScaling};
+use ddp_worker::config::{Experts, Model, ModelKind, RopeScaling, RouterScore};
 use ddp_worker::device::DType;
 use ddp_worker::model::build;
 
@@ -61,6 +61,38 @@ fn llama() {
             }),
             rope_theta: 50.0,
             ..config(ModelKind::Llama)
+        });
+    }
+}
+
+/// Experts in every layer, and in every second one beside an expert that all positions go to; with a score that is the only
+/// one; with less room than positions.
+#[test]
+fn mixtral() {
+    let all = Experts {
+        count: 4,
+        top_k: 2,
+        aux_loss: 0.0,
+        ..Model::default().experts
+    };
+    for experts in [
+        all,
+        Experts {
+            every: 2,
+            shared: 1,
+            score: RouterScore::Sigmoid,
+            ..all
+        },
+        Experts { top_k: 1, ..all },
+        Experts {
+            capacity: Some(0.5),
+            ..all
+        },
+    ] {
+        check(&Model {
+            experts,
+            n_inner: Some(6),
+            ..config(ModelKind::Mixtral)
         });
     }
 }

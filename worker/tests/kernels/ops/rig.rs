@@ -203,6 +203,7 @@ impl Rank {
         Context {
             targets: Some(&self.batches[micro_batch].targets),
             dloss: Some(&self.batches[micro_batch].dloss),
+            position_weight: 1.0 / self.batches[micro_batch].dloss.len() as f64,
             keep: Keep::ForBackward(Recompute::Norms),
             samples: Some(SampleKey {
                 seed: 1,

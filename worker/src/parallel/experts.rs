@@ -1,0 +1,110 @@
+//! The ranks that hold the experts of a layer together, over a communicator: what [`ExpertOps`] are for blocks.
+//!
+//! With e ranks, a rank sends (e−1)/e of its rows away on average: `k` rows of each position to their experts and back in
+//! forward, and again in backward, as [`Traffic::Activations`]. How many go to whom depends on the router. The ranks exchange
+//! these numbers first, and the host waits for them: it is the only wait of the host within a step.
+
+use super::comm_times::CommTracker;
+use crate::collective::{AllToAll, Communicator, Launch, Traffic};
+use crate::device::{Compute, DeviceError};
+use crate::model::{Activation, ExpertOps, RowCounts};
+
+/// A group of such ranks.
+pub struct ExpertGroup {
+    comm: Communicator,
+    compute: Compute,
+    tracker: CommTracker,
+}
+
+impl ExpertGroup {
+    /// The ranks of `comm`, whose operations best run on the calling thread, since blocks wait for each.
+    pub fn new(comm: Communicator, compute: &Compute) -> Self {
+        Self {
+            tracker: CommTracker::new(&compute.device, comm.timeline()),
+            comm,
+            compute: compute.clone(),
+        }
+    }
+
+    /// Times and failure of the exchanges. The failure is behind the errors that blocks return.
+    pub fn tracker(&self) -> &CommTracker {
+        &self.tracker
+    }
+
+    fn all_to_all(
+        &self,
+        [sent, received]: [&Activation; 2],
+        counts: [Vec<usize>; 2],
+        name: &str,
+    ) -> Result<(), DeviceError> {
+        self.tracker.check_input()?;
+        let [sent_counts, received_counts] = counts;
+        let filled = |x: &Activation, counts: &[usize]| x.buffer().slice(0..counts.iter().sum());
+        let received = filled(received, &received_counts);
+        let parts = AllToAll {
+            sent: filled(sent, &sent_counts),
+            sent_counts,
+            received_counts,
+        };
+        let launch = Launch::after(self.compute.record(), Traffic::Activations, name);
+        let work = self
+            .tracker
+            .launch(|| self.comm.all_to_all(&received, parts, launch));
+        let deadline = self.comm.deadline();
+        (self.tracker).wait_in_stream(self.compute.stream, work.event(), deadline);
+        self.tracker.check_input()
+    }
+
+    /// The numbers, or `mean` for each where the device has no memory.
+    fn numbers(&self, numbers: &Activation, mean: usize) -> Result<Vec<i32>, DeviceError> {
+        match self.compute.download(numbers.buffer()) {
+            Err(DeviceError::NotHost(_)) => Ok(vec![mean as i32; numbers.buffer().len()]),
+            bytes => Ok(bytes?
+                .chunks_exact(size_of::<i32>())
+                .map(bytemuck::pod_read_unaligned)
+                .collect()),
+        }
+    }
+
+    /// Sums by rank of numbers by rank and expert.
+    fn by_rank(&self, numbers: &[i32]) -> Vec<usize> {
+        let ranks = numbers.chunks(numbers.len() / self.comm.size());
+        ranks
+            .map(|of_rank| of_rank.iter().map(|rows| *rows as usize).sum())
+            .collect()
+    }
+}
+
+impl ExpertOps for ExpertGroup {
+    fn size(&self) -> usize {
+        self.comm.size()
+    }
+
+    fn count(
+        &self,
+        counts: &Activation,
+        received: &Activation,
+        rows: usize,
+    ) -> Result<RowCounts, DeviceError> {
+        let ranks = self.comm.size();
+        let each = vec![counts.buffer().len() / ranks; ranks];
+        self.all_to_all(
+            [counts, received],
+            [each.clone(), each],
+            "numbers of rows of experts",
+        )?;
+        let mean = rows / counts.buffer().len();
+        Ok(RowCounts {
+            sent: self.by_rank(&self.numbers(counts, mean)?),
+            received: self.numbers(received, mean)?,
+        })
+    }
+
+    fn exchange(&self, rows: [&Activation; 2], counts: &RowCounts, forth: bool) -> Result<(), DeviceError> {
+        let channels = rows[0].shape()[1];
+        let elements = |rows: Vec<usize>| rows.into_iter().map(|rows| rows * channels).collect();
+        let [sent, received] = [counts.sent.clone(), self.by_rank(&counts.received)].map(elements);
+        let counts = if forth { [sent, received] } else { [received, sent] };
+        self.all_to_all(rows, counts, "rows of experts")
+    }
+}
