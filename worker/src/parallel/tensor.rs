@@ -5,7 +5,7 @@ use super::experts::ExpertGroup;
 use crate::collective::{CollectiveError, Communicator, Launch, ReduceOp, Traffic};
 use crate::device::{Compute, DeviceError};
 use crate::mesh::{Axis, Mesh};
-use crate::model::{Activation, Context, Exchange, ExchangeKind, ExpertOps, TensorOps, own_rows};
+use crate::model::{Activation, Context, Exchange, ExchangeKind, TensorOps, own_rows};
 
 /// A tensor group, or a context group. Sums are in rank order, the same bits on every rank.
 ///

@@ -288,6 +288,7 @@ fn differences(case: Case, policy: ReshardPolicy, (key, culprit): (&str, usize))
         let part = ModelPart {
             tensor: (at(Axis::Tensor), case.tensor),
             sequence: case.tensor > 1,
+            experts: (0, 1),
             chunks: (case.stages > 1).then(|| vec![blocks]),
         };
         let model = model::build_part(&config, 4096, &part).unwrap();
