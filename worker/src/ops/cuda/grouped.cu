@@ -10,6 +10,7 @@ constexpr u32 THREADS = 256;
 constexpr u32 TILE = 64;
 constexpr u32 DEPTH = 16;
 constexpr u32 SIDE = 4;
+// Two blocks of a processor: for more, the compiler would put registers into memory.
 
 // A part of an operand: DEPTH of the inner dimension by TILE.
 typedef f32 Panel[DEPTH][TILE];
@@ -77,7 +78,7 @@ store_tile(T *out, const f32 (&sum)[SIDE][SIDE], u32 height, u32 width, u64 stri
 }
 
 // inp [M, I], weight [G, I, O] or [G, O, I], offsets [G + 1], out [M, O]. Rows behind the last one become 0.
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
 grouped_linear(const ACT *inp, const ACT *weight, const int *offsets, ACT *out, u32 rows, u32 groups, u32 inputs,
                u32 outputs, u32 is_out_in) {
     __shared__ Panel a, b;
@@ -108,7 +109,7 @@ grouped_linear(const ACT *inp, const ACT *weight, const int *offsets, ACT *out, 
 }
 
 // lhs [M, H], rhs [M, W], out [G, H, W]: Σ lhsᵀ·rhs over the rows of group `blockIdx.z`, in their order.
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
 grouped_dweight(const ACT *lhs, const ACT *rhs, const int *offsets, GRAD *out, u32 height, u32 width, u32 accumulate) {
     __shared__ Panel a, b;
     const u32 group = blockIdx.z, row = blockIdx.x * TILE, column = blockIdx.y * TILE;
