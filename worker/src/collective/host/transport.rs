@@ -7,6 +7,8 @@
 //! - *in place*: the buffers are in shared arenas; rank r works on slice r of all buffers, and a second barrier follows;
 //! - *staged*: other buffers go through small stages in the same way, three rounds in flight.
 //!
+//! Messages and an all-to-all go over the connections, also within a node: their sizes differ by pair of ranks.
+//!
 //! A group on several nodes with several ranks on one of them works in place only if all ranks use the same
 //! shared arena, and refuses a mixture; on one node, a mixture is staged.
 #![allow(unsafe_code, reason = "memory that other ranks map")]
