@@ -39,12 +39,23 @@ fn expect_nameless_shared_memory(pid: i32) {
 
 #[test]
 fn a_killed_worker_changes_nothing_in_the_result() {
-    let undisturbed = TinyJob::new();
+    a_kill_changes_nothing(5, "");
+}
+
+/// Another rank waits for keys and values that the killed one should send on.
+#[test]
+fn a_killed_worker_of_a_ring_changes_nothing_in_the_result() {
+    a_kill_changes_nothing(2, "parallel: { context: 2, context_algorithm: ring }\n");
+}
+
+fn a_kill_changes_nothing(rounds: u64, parallel: &str) {
+    let job = || TinyJob::with(|yaml| format!("{yaml}{parallel}"));
+    let undisturbed = job();
     train(&undisturbed).finish().expect_exit(0);
     let expected = parameters(&undisturbed.out());
     let steps = metrics(&undisturbed.out()).len();
-    for round in 0..5_u64 {
-        let job = TinyJob::new();
+    for round in 0..rounds {
+        let job = job();
         let running = train(&job);
         let victim = worker(running.pid(), if round % 2 == 0 { "1" } else { "0" });
         // Before, at and after checkpoints.

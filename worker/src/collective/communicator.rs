@@ -405,7 +405,10 @@ impl Driver {
         self.check_poison()?;
         self.await_input(after)?;
         let started = Instant::now();
-        let held = request.buffer.hold()?;
+        let held = match request.operation {
+            Operation::Send { .. } => request.buffer.hold_to_read()?,
+            _ => request.buffer.hold()?,
+        };
         let wait = self.info.wait().reporting_to(&self.info.pending);
         let bytes = self.transport.execute(request, held, &wait)?;
         self.info.wire.lock().count(request.traffic, bytes);

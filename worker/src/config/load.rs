@@ -153,6 +153,7 @@ const CONDITIONS: &[Condition] = &[
     ("parallel.accumulate", "`parallel.strategy: zero2` or `zero3`", holds_shards),
     ("parallel.persist_below", "`parallel.strategy: zero3`", |c| c.parallel.strategy == Strategy::Zero3),
     ("parallel.reshard_after_forward", "`parallel.strategy: zero3`", |c| c.parallel.strategy == Strategy::Zero3),
+    ("parallel.context_algorithm", "`parallel.context` above 1", |c| c.parallel.context > 1),
     ("parallel.expert", "`model.kind: mixtral`", |c| c.model.kind == ModelKind::Mixtral),
     ("parallel.sequence", "`parallel.tensor` above 1", |c| c.parallel.tensor > 1),
 ];

@@ -30,11 +30,11 @@ pub use problem::{ConfigError, Problem, nearest_multiples};
 pub use reference::reference;
 pub(crate) use schema::star_matches;
 pub use schema::{
-    Accumulate, Backend, CheckpointKeep, Data, Experts, LastBatch, LearningRate, LrScaling, Model, ModelKind,
-    Offload, OffloadTarget, OnNonFinite, OptimizerConfig, OptimizerGroup, OptimizerKind, Order, Parallel,
-    Paths, Pipeline, PipelineSchedule, Precision, Recompute, ReduceDtype, Rescale, Resume, RopeScaling,
-    RouterScore, Run, Schedule, ShardGroup, StepRange, Strategy, Sync, TokenDtype, Train, TrainConfig,
-    section,
+    Accumulate, Backend, CheckpointKeep, ContextAlgorithm, Data, Experts, LastBatch, LearningRate, LrScaling,
+    Model, ModelKind, Offload, OffloadTarget, OnNonFinite, OptimizerConfig, OptimizerGroup, OptimizerKind,
+    Order, Parallel, Paths, Pipeline, PipelineSchedule, Precision, Recompute, ReduceDtype, Rescale, Resume,
+    RopeScaling, RouterScore, Run, Schedule, ShardGroup, StepRange, Strategy, Sync, TokenDtype, Train,
+    TrainConfig, section,
 };
 pub use source::Source;
 pub use tokenizer::{Tokenizer, Vocabulary};

@@ -257,6 +257,8 @@ sections! {
         expert: usize = 1, DEGREE;
         /// Context-parallel ranks: each computes a part of the positions of every sample.
         context: usize = 1, DEGREE;
+        /// How attention reaches the keys and values of other context ranks.
+        context_algorithm: ContextAlgorithm = "gather";
         /// Tensor-parallel ranks: each holds a part of every matrix.
         tensor: usize = 1, DEGREE;
         /// Sequence parallelism: norms and the residual stream hold a part of the rows on each tensor rank.
@@ -528,6 +530,14 @@ words! {
         Sharded = "sharded",
         /// All of them: gradients are reduced once a step.
         Full = "full",
+    }
+
+    /// `parallel.context_algorithm`
+    ContextAlgorithm {
+        /// All are gathered: the bits of one rank, and memory for the keys and values of all positions.
+        Gather = "gather",
+        /// They go round, and attention is computed meanwhile: memory for those of two ranks.
+        Ring = "ring",
     }
 
     /// `parallel.reduce_dtype`

@@ -279,6 +279,11 @@ impl Buffer {
         Held::take(self, Access::Write)
     }
 
+    /// The same, shared with other readers, for memory that peers and this process only read meanwhile.
+    pub fn hold_to_read(&self) -> Result<Held, DeviceError> {
+        Held::take(self, Access::Read)
+    }
+
     fn borrow_typed<T: Element>(&self, access: Access) -> Result<HostRef<'_, T>, DeviceError> {
         const { assert!(size_of::<T>() == T::DTYPE.bytes()) };
         self.expect_dtype(T::DTYPE)?;

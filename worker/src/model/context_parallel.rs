@@ -7,13 +7,15 @@
 //!
 //! Keys and values of all ranks are gathered, and put into the order of their positions. So a query's sums have the order
 //! of one rank, and forward has its bits. Backward gathers them again, and reduce-scatters their gradients. With c ranks
-//! and K bytes of keys and values, a rank sends 3(c − 1)/c·K.
+//! and K bytes of keys and values, a rank sends 3(c − 1)/c·K. Or they go round the ranks: [`ring_attention`].
+
+pub(super) mod ring_attention;
 
 use std::ops::Range;
 
 use super::{Activation, Context, ExchangeKind, TensorOps};
 use crate::device::{Buffer, DeviceError};
-use crate::ops::{AttentionShape, CopyRows, HeadsView, RowBlocks};
+use crate::ops::{AttentionForward, AttentionShape, CopyRows, DropoutMask, Fill, HeadsView, RowBlocks};
 
 /// The positions of a sample that the rank at `index` of so many `ranks` computes: one range for a single rank, else two, of
 /// one length.
@@ -27,6 +29,7 @@ pub fn zigzag(positions: usize, index: usize, ranks: usize) -> Vec<Range<usize>>
 }
 
 /// Neighbouring positions of all samples of a micro-batch.
+#[derive(Clone)]
 pub(super) struct Stretch {
     /// Where they lie among this rank's rows.
     pub(super) rows: Range<usize>,
@@ -70,7 +73,42 @@ impl Stretch {
     }
 }
 
+/// Inputs and outputs of a rank's attention.
+pub(super) struct AttentionRows {
+    pub(super) qkv: Activation,
+    /// `[R, H·D]`
+    pub(super) out: Activation,
+    /// By stretch: `[B, H, positions]`
+    pub(super) lse: Activation,
+}
+
+impl AttentionRows {
+    /// Attention of a stretch, given the sizes of that of all rows.
+    pub(super) fn of(
+        &self,
+        stretch: &Stretch,
+        shape: AttentionShape,
+        gathered: Option<&Activation>,
+        dropout: Option<DropoutMask>,
+    ) -> AttentionForward {
+        let shape = stretch.shape(shape);
+        AttentionForward {
+            qkv: stretch.views(shape, &self.qkv, gathered),
+            out: stretch.of(self.out.buffer(), shape.channels()),
+            lse: stretch.of(self.lse.buffer(), shape.heads),
+            shape,
+            dropout,
+        }
+    }
+}
+
 impl Context<'_> {
+    /// For sums that begin with nothing.
+    pub(super) fn fill_zeros(&self, x: &Activation) {
+        let (out, value) = (x.buffer().clone(), 0.0);
+        self.enqueue(Fill { out, value });
+    }
+
     /// Positions of a sample, over all ranks that compute some.
     pub(super) fn sample_positions(&self) -> usize {
         self.shape[1] * self.context_group.map_or(1, TensorOps::size)
@@ -78,10 +116,15 @@ impl Context<'_> {
 
     /// What this rank computes.
     pub(super) fn stretches(&self) -> Vec<Stretch> {
+        self.stretches_of(self.context_group.map_or(0, TensorOps::index))
+    }
+
+    /// What the rank at an index of the context group computes.
+    pub(super) fn stretches_of(&self, index: usize) -> Vec<Stretch> {
         let [samples, positions] = self.shape;
         let ranges = match self.context_group {
             None => vec![self.first_position()..self.first_position() + positions],
-            Some(group) => zigzag(self.sample_positions(), group.index(), group.size()),
+            Some(group) => zigzag(self.sample_positions(), index, group.size()),
         };
         let stretch = |(i, positions): (usize, Range<usize>)| {
             let rows = samples * positions.len();
@@ -135,31 +178,24 @@ impl<'a> KeyExchange<'a> {
         Ok(ordered)
     }
 
-    /// Memory for gradients of keys and values: those of one stretch of queries, by position, and their sum, by rank.
-    pub(super) fn gradients(&self) -> Result<[Activation; 2], DeviceError> {
-        Ok([
-            self.lease("gradient of keys")?,
-            self.lease("gradient of keys by rank")?,
-        ])
-    }
-
-    /// Puts the gradients of a stretch of queries by rank, or adds them to those of the other one.
-    pub(super) fn add_up(&self, [ordered, by_rank]: &[Activation; 2], accumulate: bool) {
-        for is_late in [false, true] {
-            self.copy(
-                self.ordered(ordered, is_late),
-                self.by_rank(by_rank, is_late),
-                accumulate,
-            );
-        }
+    /// Gradients of keys and values of all positions, to which, as to `dqkv`, those of both stretches of queries are added.
+    pub(super) fn gradients(&self, dqkv: &Activation) -> Result<Activation, DeviceError> {
+        let ordered = self.lease("gradient of keys")?;
+        self.ctx.fill_zeros(&ordered);
+        self.ctx.fill_zeros(dqkv);
+        Ok(ordered)
     }
 
     /// Sums the gradients over the ranks, in their order: each gets those of its keys and values, in `dqkv`.
-    pub(super) fn scatter(
-        &self,
-        [_, by_rank]: [Activation; 2],
-        dqkv: &Activation,
-    ) -> Result<(), DeviceError> {
+    pub(super) fn scatter(&self, ordered: &Activation, dqkv: &Activation) -> Result<(), DeviceError> {
+        let by_rank = self.lease("gradient of keys by rank")?;
+        for is_late in [false, true] {
+            self.copy(
+                self.ordered(ordered, is_late),
+                self.by_rank(&by_rank, is_late),
+                false,
+            );
+        }
         let (group, kind) = (self.group, ExchangeKind::ReduceScatterRows);
         group.finish(group.start(kind, &by_rank, "gradient of keys and values")?)?;
         self.copy(self.own(&group.own_rows(&by_rank)?), self.own(dqkv), false);

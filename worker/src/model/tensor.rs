@@ -31,9 +31,16 @@ pub trait TensorOps {
     /// Each rank holds its own rows of the residual stream: sequence parallelism.
     fn is_sequence(&self) -> bool;
 
+    /// Keys and values go round the group ([`TensorOps::pass_on`]), instead of being gathered.
+    fn is_ring(&self) -> bool;
+
     /// Starts an exchange of `x`, which nothing may use until it is finished; `name` is for errors and traces. Refuses
     /// rows that are not as many on every rank. An error that is known already is returned.
     fn start(&self, kind: ExchangeKind, x: &Activation, name: &str) -> Result<Exchange, DeviceError>;
+
+    /// Starts to send the first activation to the next rank, the first after the last, and to receive the second from the rank
+    /// before, as [`TensorOps::start`] does.
+    fn pass_on(&self, sent_and_received: [&Activation; 2], name: &str) -> Result<[Exchange; 2], DeviceError>;
 
     /// What the compute stream is given from here on runs after the exchange. An error that is known already is returned.
     fn finish(&self, exchange: Exchange) -> Result<(), DeviceError>;

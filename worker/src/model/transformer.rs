@@ -6,7 +6,8 @@
 //! Backward works in the reverse of the order in which parameters are listed, since that is the order of gradient
 //! memory: within a layer the bias, then the weight.
 
-use super::context_parallel::{KeyExchange, Stretch};
+use super::context_parallel::ring_attention::RingAttention;
+use super::context_parallel::{AttentionRows, KeyExchange, Stretch};
 use super::decoder::{ActivationKind, PositionKind};
 use super::experts::ExpertLayer;
 use super::layers::{Dense, DropoutLayer, NormedDense, Site, with_channels};
@@ -14,7 +15,7 @@ use super::{Activation, Block, Context, GradSink, GradSlot, Keep, ParamId, Saved
 use crate::config::Recompute;
 use crate::device::{Buffer, DeviceError};
 use crate::ops::{
-    AttentionBackward, AttentionDecode, AttentionForward, AttentionShape, CrossEntropy, CrossEntropyCombine,
+    AttentionBackward, AttentionDecode, AttentionShape, CrossEntropy, CrossEntropyCombine,
     CrossEntropyPartial, DropoutMask, EncoderForward, Fill, GeluBackward, GeluForward, Op, PositionBackward,
     Rotary, RotaryEmbedding, SwigluBackward, SwigluForward, TokenBackward,
 };
@@ -427,19 +428,13 @@ impl Attention {
             }
             Keep::Nothing | Keep::ForBackward(_) => {
                 let lse = ctx.lease_stat("attention lse", &[shape.batch, shape.heads, shape.positions])?;
-                let others = KeyExchange::of(ctx, shape);
-                let keys = others.as_ref().map(|others| others.gather(&qkv)).transpose()?;
-                for stretch in ctx.stretches() {
-                    let shape = stretch.shape(shape);
-                    ctx.enqueue(AttentionForward {
-                        qkv: stretch.views(shape, &qkv, keys.as_ref()),
-                        out: stretch.of(mixed.buffer(), shape.channels()),
-                        lse: stretch.of(lse.buffer(), shape.heads),
-                        shape,
-                        dropout: self.mask(ctx),
-                    });
-                }
-                Some(lse)
+                let rows = AttentionRows {
+                    qkv: qkv.clone(),
+                    out: mixed.clone(),
+                    lse,
+                };
+                self.attend(ctx, &rows)?;
+                Some(rows.lse)
             }
         };
         let (projection, site) = (&self.projection, Site::AttentionResidual);
@@ -451,6 +446,51 @@ impl Attention {
             ctx.save(saved, "attention lse", lse);
         }
         Ok(out)
+    }
+
+    /// Attention of this rank's rows: over its own keys, over those of all ranks, or as these come by.
+    fn attend(&self, ctx: &Context<'_>, rows: &AttentionRows) -> Result<(), DeviceError> {
+        let (shape, dropout) = (self.shape(ctx), self.mask(ctx));
+        if let Some(ring) = RingAttention::of(ctx, shape, dropout) {
+            return ring.forward(rows);
+        }
+        let gather = |others: KeyExchange<'_>| others.gather(&rows.qkv);
+        let keys = KeyExchange::of(ctx, shape).map(gather).transpose()?;
+        for stretch in ctx.stretches() {
+            ctx.enqueue(rows.of(&stretch, shape, keys.as_ref(), dropout));
+        }
+        Ok(())
+    }
+
+    /// Its gradients.
+    fn attend_backward(
+        &self,
+        ctx: &Context<'_>,
+        rows: &AttentionRows,
+        dout: &Activation,
+        dqkv: &Activation,
+    ) -> Result<(), DeviceError> {
+        let (shape, dropout) = (self.shape(ctx), self.mask(ctx));
+        if let Some(ring) = RingAttention::of(ctx, shape, dropout) {
+            return ring.backward(rows, dout, dqkv);
+        }
+        let others = KeyExchange::of(ctx, shape);
+        let keys = others.as_ref().map(|others| others.gather(&rows.qkv));
+        let dkeys = others.as_ref().map(|others| others.gradients(dqkv));
+        let (keys, dkeys) = (keys.transpose()?, dkeys.transpose()?);
+        for stretch in ctx.stretches() {
+            ctx.enqueue(AttentionBackward {
+                forward: rows.of(&stretch, shape, keys.as_ref(), dropout),
+                dout: stretch.of(dout.buffer(), shape.channels()),
+                dqkv: stretch.views(stretch.shape(shape), dqkv, dkeys.as_ref()),
+                accumulate: dkeys.is_some(),
+            });
+        }
+        drop(keys);
+        match (others, dkeys) {
+            (Some(others), Some(dkeys)) => others.scatter(&dkeys, dqkv),
+            _ => Ok(()),
+        }
     }
 
     /// Rotates queries and keys by their positions, or their gradients back, if the model does that.
@@ -478,47 +518,21 @@ impl Attention {
         grads: &mut dyn GradSink,
     ) -> Result<Activation, DeviceError> {
         let inp = saved.take("attention input")?;
-        let (qkv, mixed, lse) = (
-            saved.take("qkv")?,
-            saved.take("attention")?,
-            saved.take("attention lse")?,
-        );
+        let rows = AttentionRows {
+            qkv: saved.take("qkv")?,
+            out: saved.take("attention")?,
+            lse: saved.take("attention lse")?,
+        };
         let own = self.dropout.gradient(ctx, Site::AttentionResidual, stream)?;
         let dprojected = ctx.gathered_rows("gradient of the projection", &own)?;
         self.projection
-            .gradients(ctx, [&mixed, &dprojected, &own], grads)?;
+            .gradients(ctx, [&rows.out, &dprojected, &own], grads)?;
         drop(own);
         let dmixed = self.projection.dinp(ctx, &dprojected)?;
         drop(dprojected);
-        let dqkv = ctx.lease("gradient of qkv", qkv.shape())?;
-        let others = KeyExchange::of(ctx, self.shape(ctx));
-        let keys = others.as_ref().map(|others| others.gather(&qkv)).transpose()?;
-        let dkeys = others.as_ref().map(KeyExchange::gradients).transpose()?;
-        for (i, stretch) in ctx.stretches().iter().enumerate() {
-            let shape = stretch.shape(self.shape(ctx));
-            let of = |part: &Activation, width: usize| stretch.of(part.buffer(), width);
-            let dordered = dkeys.as_ref().map(|[ordered, _]| ordered);
-            let forward = AttentionForward {
-                qkv: stretch.views(shape, &qkv, keys.as_ref()),
-                out: of(&mixed, shape.channels()),
-                lse: of(&lse, shape.heads),
-                shape,
-                dropout: self.mask(ctx),
-            };
-            ctx.enqueue(AttentionBackward {
-                forward,
-                dout: of(&dmixed, shape.channels()),
-                dqkv: stretch.views(shape, &dqkv, dordered),
-                accumulate: false,
-            });
-            if let (Some(others), Some(dkeys)) = (&others, &dkeys) {
-                others.add_up(dkeys, i > 0);
-            }
-        }
-        drop((qkv, mixed, lse, dmixed, keys));
-        if let (Some(others), Some(dkeys)) = (others, dkeys) {
-            others.scatter(dkeys, &dqkv)?;
-        }
+        let dqkv = ctx.lease("gradient of qkv", rows.qkv.shape())?;
+        self.attend_backward(ctx, &rows, &dmixed, &dqkv)?;
+        drop((rows, dmixed));
         self.rotate(ctx, &dqkv, true);
         self.qkv.backward(ctx, [&inp, &dqkv], saved, Some(stream), grads)
     }

@@ -3,19 +3,22 @@
 use super::comm_times::CommTracker;
 use super::experts::ExpertGroup;
 use crate::collective::{CollectiveError, Communicator, Launch, ReduceOp, Traffic};
+use crate::config::ContextAlgorithm;
 use crate::device::{Compute, DeviceError};
 use crate::mesh::{Axis, Mesh};
 use crate::model::{Activation, Context, Exchange, ExchangeKind, TensorOps, own_rows};
 
 /// A tensor group, or a context group. Sums are in rank order, the same bits on every rank.
 ///
-/// With t ranks and an activation of A bytes, a rank moves 2(t−1)/t·A in an all-reduce and (t−1)/t·A in each of the others,
-/// as [`Traffic::Activations`].
+/// With t ranks and an activation of A bytes, a rank moves 2(t−1)/t·A in an all-reduce, A where it is passed on, and
+/// (t−1)/t·A in each of the others, as [`Traffic::Activations`].
 pub struct TensorGroup {
     comm: Communicator,
     /// Makes the activations.
     compute: Compute,
     is_sequence: bool,
+    /// Of a ring: to the next rank of those at even places, and of the others.
+    links: Option<[Communicator; 2]>,
     tracker: CommTracker,
 }
 
@@ -28,7 +31,15 @@ impl TensorGroup {
             comm,
             compute: compute.clone(),
             is_sequence,
+            links: None,
         }
+    }
+
+    /// The same ranks as a ring, over two more communicators of them. Operations of these best have a thread of their own.
+    #[must_use]
+    pub fn with_ring(self, links: [Communicator; 2]) -> Self {
+        let links = Some(links);
+        Self { links, ..self }
     }
 
     /// Times and failure of the exchanges. The failure is behind the errors that blocks return.
@@ -48,7 +59,12 @@ pub struct BlockGroups {
 
 impl BlockGroups {
     /// Every rank must call it. `is_sequence` is as in [`TensorGroup::new`].
-    pub fn connect(mesh: &Mesh, compute: &Compute, is_sequence: bool) -> Result<Self, CollectiveError> {
+    pub fn connect(
+        mesh: &Mesh,
+        compute: &Compute,
+        is_sequence: bool,
+        context_algorithm: ContextAlgorithm,
+    ) -> Result<Self, CollectiveError> {
         let connect = |axes: &[Axis], name| {
             let has_several = axes.iter().all(|&axis| mesh.size(&[axis]) > 1);
             has_several.then(|| mesh.group_inline(axes, name)).transpose()
@@ -62,10 +78,17 @@ impl BlockGroups {
             &[Axis::Context, Axis::Tensor],
             "activations along context × tensor",
         )?;
+        let link = |name| mesh.line(Axis::Context, name);
+        let is_ring = context.is_some() && context_algorithm == ContextAlgorithm::Ring;
+        let links = is_ring.then(|| Ok([link("ring, from even ranks")?, link("ring, from odd ranks")?]));
+        let links = links.transpose()?;
         Ok(Self {
             all: both.or_else(|| tensor.clone().or_else(|| context.clone())),
             tensor: tensor.map(|comm| TensorGroup::new(comm, compute, is_sequence)),
-            context: context.map(|comm| TensorGroup::new(comm, compute, false)),
+            context: context.map(|comm| TensorGroup {
+                links,
+                ..TensorGroup::new(comm, compute, false)
+            }),
             experts: experts.map(|comm| ExpertGroup::new(comm, compute)),
         })
     }
@@ -101,6 +124,27 @@ impl TensorOps for TensorGroup {
 
     fn is_sequence(&self) -> bool {
         self.is_sequence
+    }
+
+    fn is_ring(&self) -> bool {
+        self.links.is_some()
+    }
+
+    /// Of two neighbours, one sends first and the other receives first: none waits in a circle with others, whoever carries
+    /// operations out. Only with an odd number of ranks, the last one sends and receives over the same link.
+    fn pass_on(&self, [sent, received]: [&Activation; 2], name: &str) -> Result<[Exchange; 2], DeviceError> {
+        self.tracker.check_input()?;
+        let (index, size) = (self.index(), self.size());
+        let [next, before] = [(index + 1) % size, (index + size - 1) % size];
+        let links = self.links.as_ref().expect("the group is a ring");
+        let link = |from: usize| &links[usize::from(from % 2 == 1 || from == size - 1)];
+        let launch = || Launch::after(self.compute.record(), Traffic::Activations, name);
+        let send = || link(index).send(sent.buffer(), next, launch());
+        let receive = || link(before).recv(received.buffer(), before, launch());
+        let early = (index % 2 == 1).then(|| self.tracker.launch(receive));
+        let send = self.tracker.launch(send);
+        let receive = early.unwrap_or_else(|| self.tracker.launch(receive));
+        Ok([(send, sent), (receive, received)].map(|(work, x)| Exchange::new(work.event().clone(), x)))
     }
 
     fn start(&self, kind: ExchangeKind, x: &Activation, name: &str) -> Result<Exchange, DeviceError> {

@@ -217,13 +217,15 @@ fn a_layer_of_32_mib_of_activations_sends_235_mb_over_8_tensor_ranks_and_294_mb_
     assert_eq!(sent(&["parallel.sequence=true"]), 293_601_280);
 }
 
-/// Keys and values of K bytes are gathered in forward and in backward, and their gradients reduce-scattered.
+/// Keys and values of K bytes are gathered in forward and in backward, and their gradients reduce-scattered; or all three
+/// go round.
 #[test]
 fn a_layer_of_c_context_ranks_sends_3_times_c_minus_1_of_c_parts_of_keys_and_values() {
     let keys_and_values = 2 * 2048 * 256 * 4;
-    for context in [2, 4, 8] {
+    for (context, algorithm) in [2, 4, 8].into_iter().flat_map(|c| [(c, "gather"), (c, "ring")]) {
         let layout = format!("parallel.context={context}");
-        let overrides = ["train.micro_batch=1", &layout];
+        let algorithm = format!("parallel.context_algorithm={algorithm}");
+        let overrides = ["train.micro_batch=1", &layout, &algorithm];
         let sent = of_a_layer(256, &overrides, |told| {
             told.sent.exchanged_along(&[Axis::Context])
         });

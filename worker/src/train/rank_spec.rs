@@ -125,7 +125,12 @@ impl RankSpec {
         }
         Ok(Groups {
             set,
-            blocks: BlockGroups::connect(&world.mesh, &world.compute, self.model.part.sequence)?,
+            blocks: BlockGroups::connect(
+                &world.mesh,
+                &world.compute,
+                self.model.part.sequence,
+                self.config.parallel.context_algorithm,
+            )?,
             messages: stage_messages(world, &self.config, &self.model, &self.plan)?,
         })
     }

@@ -1,9 +1,10 @@
 //! What a tensor group does for blocks, on several ranks: exchanges of activations.
 
+use std::sync::Barrier;
 use std::time::Duration;
 
 use crate::collective_world::{Rank, World, numbers};
-use ddp_worker::collective::{Executor, Failure, WireBytes, WorkError};
+use ddp_worker::collective::{Executor, Failure, Subgroup, WireBytes, WorkError};
 use ddp_worker::device::{Buffer, Compute, DeviceError, Element};
 use ddp_worker::model::{Activation, ExchangeKind, TensorOps};
 use ddp_worker::ops::{AddBiasResidual, Fill, Op};
@@ -184,6 +185,99 @@ fn what_is_computed_meanwhile_does_not_wait() {
         let times = member.group.tracker().take_times();
         assert!(times.comm > Duration::ZERO, "{times:?}");
     });
+}
+
+/// A rank and its ring, over links that carry operations out as `executor` says.
+fn on_ring(rank: Rank, executor: Executor) -> Member {
+    let mut member = Member::new(rank);
+    let ranks: Vec<usize> = (0..member.size()).collect();
+    let link = |name| {
+        let links = Subgroup::new(name, ranks.clone());
+        member.rank.comm.split(&links, executor).unwrap()
+    };
+    let links = [link("even"), link("odd")];
+    member.group = TensorGroup::new(member.rank.comm.clone(), &member.compute, false).with_ring(links);
+    member
+}
+
+/// Even where each operation ends before the call returns: then the neighbours must not all send first.
+#[test]
+fn what_goes_round_a_ring_comes_from_every_rank_in_turn() {
+    for (executor, nodes) in [Executor::Inline, Executor::Thread]
+        .into_iter()
+        .flat_map(|executor| [&[2][..], &[3], &[4], &[5], &[2, 2]].map(|nodes| (executor, nodes)))
+    {
+        World::of(nodes).run(executor, |rank| {
+            let member = on_ring(rank, executor);
+            let (index, size) = (member.index(), member.size());
+            let mut here = activation(&member.with(&numbers(index, ROWS * CHANNELS)));
+            for step in 1..size {
+                let received = activation(&member.empty(ROWS * CHANNELS));
+                let exchanges = member.group.pass_on([&here, &received], "keys").unwrap();
+                for exchange in exchanges {
+                    member.group.finish(exchange).unwrap();
+                }
+                here = received;
+                let expected = numbers((index + size - step) % size, ROWS * CHANNELS);
+                assert_eq!(
+                    bits(&member.read(here.buffer())),
+                    bits(&expected),
+                    "{nodes:?} {executor:?}"
+                );
+            }
+        });
+    }
+}
+
+/// The odd ranks begin only when the even ones have returned from the call.
+#[test]
+fn what_goes_round_a_ring_does_not_wait_for_the_next_rank() {
+    let begun = Barrier::new(4);
+    World::of(&[4]).run(Executor::Thread, |rank| {
+        let member = on_ring(rank, Executor::Thread);
+        let index = member.index();
+        let [sent, received] =
+            [index as f32, f32::NAN].map(|x| Activation::borrowed(member.with(&[x]), vec![1, 1]));
+        let is_odd = index % 2 == 1;
+        if is_odd {
+            begun.wait();
+        }
+        let exchanges = member.group.pass_on([&sent, &received], "keys").unwrap();
+        if !is_odd {
+            begun.wait();
+        }
+        // What is sent can be read meanwhile.
+        assert_eq!(member.read(sent.buffer()), [index as f32]);
+        for exchange in exchanges {
+            member.group.finish(exchange).unwrap();
+        }
+        assert_eq!(member.read(received.buffer()), [((index + 3) % 4) as f32]);
+    });
+}
+
+#[test]
+fn a_rank_that_leaves_a_ring_is_named_by_its_neighbours() {
+    let world = World::of(&[3]);
+    let failures = world.run(Executor::Thread, |rank| {
+        let member = on_ring(rank, Executor::Thread);
+        if member.index() == 1 {
+            return None;
+        }
+        let [x, y] = [1, 2].map(|i| activation(&member.with(&numbers(i, ROWS * CHANNELS))));
+        let exchanges = member.group.pass_on([&x, &y], "keys and values").unwrap();
+        let outcome: Result<(), DeviceError> = exchanges
+            .into_iter()
+            .try_for_each(|exchange| member.group.finish(exchange));
+        outcome.unwrap_err();
+        member.group.tracker().failure()
+    });
+    for (index, failure) in [0, 2].map(|index| (index, &failures[index])) {
+        let Some(WorkError::Failed(error)) = failure else {
+            panic!("{failure:?}");
+        };
+        assert_eq!(error.lost_rank(), Some(1), "rank {index}: {error}");
+        assert!(error.to_string().contains("keys and values"), "{error}");
+    }
 }
 
 #[test]

@@ -12,8 +12,8 @@ use std::sync::Arc;
 use crate::train_support::deferred::DeferredDevice;
 use crate::train_support::{Job, Trained};
 use ddp_worker::config::{
-    Accumulate, ModelKind, OptimizerKind, PipelineSchedule, Precision, Recompute, ShardGroup, Strategy,
-    TrainConfig,
+    Accumulate, ContextAlgorithm, ModelKind, OptimizerKind, PipelineSchedule, Precision, Recompute,
+    ShardGroup, Strategy, TrainConfig,
 };
 
 /// One of the generated runs.
@@ -31,6 +31,7 @@ struct Layout {
     context: usize,
     /// Ranks that hold the experts of a layer together.
     expert: usize,
+    algorithm: ContextAlgorithm,
     tensor: usize,
     sequence: bool,
     precision: Precision,
@@ -50,6 +51,7 @@ impl Layout {
         c.parallel.strategy = self.strategy;
         c.parallel.context = self.context;
         c.parallel.expert = self.expert;
+        c.parallel.context_algorithm = self.algorithm;
         c.parallel.tensor = self.tensor;
         c.parallel.sequence = self.sequence;
         c.parallel.pipeline.stages = self.stages;
@@ -198,6 +200,7 @@ fn layouts() -> Vec<Layout> {
     let mut strategies = Deck::new(7, &STRATEGIES);
     let mut counts = Deck::new(8, &[1, 2, 3]);
     let mut experts = Deck::new(9, &EXPERTS);
+    let mut algorithms = Deck::new(10, &[ContextAlgorithm::Gather, ContextAlgorithm::Ring]);
     let mut layouts = Vec::new();
     for [stages, data, context, tensor] in RANKS.into_iter().flat_map(meshes) {
         for _ in 0..if context > 1 { 2 } else { 4 } {
@@ -235,6 +238,10 @@ fn layouts() -> Vec<Layout> {
                 expert: match kind {
                     ModelKind::Mixtral => (context * experts.deal().min(data)).max(1),
                     _ => 1,
+                },
+                algorithm: match context {
+                    1 => ContextAlgorithm::Gather,
+                    _ => algorithms.deal(),
                 },
                 tensor,
                 sequence,
@@ -393,6 +400,7 @@ fn a_hundred_layouts_at_least_are_generated_and_every_choice_is_among_them() {
     let cut = |of: fn(&Layout) -> String| found(|layout| (layout.tensor > 1).then(|| of(layout)));
     let parted = |of: fn(&Layout) -> String| found(|layout| (layout.context > 1).then(|| of(layout)));
     assert_eq!(parted(|l| format!("{:?} {}", l.strategy, l.context)).len(), 8);
+    assert_eq!(parted(|l| format!("{:?} {:?}", l.strategy, l.algorithm)).len(), 8);
     assert_eq!(
         parted(|l| format!("{:?} {} {}", l.kind, l.stages > 1, l.tensor > 1)).len(),
         8

@@ -5,8 +5,8 @@
 use crate::train_support::faulty::{FaultyDevice, Spoilt};
 use crate::train_support::{Job, Trained, assert_same, assert_within, copy_folder};
 use ddp_worker::config::{
-    Accumulate, LastBatch, LearningRate, ModelKind, OnNonFinite, OptimizerKind, PipelineSchedule, Recompute,
-    Rescale, Resume, Strategy, TrainConfig,
+    Accumulate, ContextAlgorithm, LastBatch, LearningRate, ModelKind, OnNonFinite, OptimizerKind,
+    PipelineSchedule, Recompute, Rescale, Resume, Strategy, TrainConfig,
 };
 use ddp_worker::plan::Estimate;
 
@@ -428,6 +428,42 @@ fn experts_drop_what_they_have_no_room_for() {
         c.model.experts.capacity = Some(8.0);
     });
     assert_same(&ALONE.train(with_experts), &roomy, "room for all");
+}
+
+/// Keys that go round are those that are gathered, with their masks; only sums have another order. Of three ranks, the
+/// last one sends and receives over one link.
+#[test]
+fn keys_that_go_round_make_the_losses_of_keys_that_are_gathered() {
+    for (kind, context, strategy) in [
+        (ModelKind::Gpt2, 2, Strategy::Ddp),
+        (ModelKind::Llama, 3, Strategy::Zero1),
+        (ModelKind::Llama, 4, Strategy::Zero3),
+    ] {
+        let train = |context, algorithm| {
+            let layout = Layout {
+                context,
+                strategy: if context == 1 { Strategy::Ddp } else { strategy },
+                ..ALONE
+            };
+            layout.train(|c| {
+                c.model.kind = kind;
+                c.model.dropout = 0.1;
+                c.model.block_size = 48;
+                c.parallel.context_algorithm = algorithm;
+            })
+        };
+        let alone = train(1, ContextAlgorithm::Gather);
+        let gathered = train(context, ContextAlgorithm::Gather);
+        let ring = train(context, ContextAlgorithm::Ring);
+        let what = format!("{kind:?} on {context} context ranks");
+        assert_within(1e-5, &alone, &ring, &what);
+        assert_within(1e-5, &gathered, &ring, &what);
+        assert_same(
+            &ring,
+            &train(context, ContextAlgorithm::Ring),
+            &format!("{what}, again"),
+        );
+    }
 }
 
 /// A run under `to` that loads what `from` has saved, has nothing to do but to skip a step, and saves it again.
