@@ -2,15 +2,16 @@
 """Benchmarks of ddp-run beside its peers, alternating in one run; prints Markdown. Standard library only.
 
     cargo build --release --workspace --bins --examples
-    python3 tests/bench/run.py launch rendezvous budgets restart collectives steps strategies layouts stall --torch /path/to/venv/bin --mpi
+    python3 tests/bench/run.py launch rendezvous budgets restart collectives steps strategies layouts context experts stall --torch /path/to/venv/bin --mpi
 
-Without --torch or --mpi the peers are left out. Each figure is a median with its smallest and largest value; compare within
+Without --torch or --mpi the peers are left out. `experts` also needs `transformers` there. Each figure is a median with its smallest and largest value; compare within
 one table, not between runs.
 """
 import argparse
 import json
 import os
 import pathlib
+import random
 import re
 import signal
 import statistics
@@ -245,13 +246,20 @@ def our_steps(name, steps, folder, strategy="ddp", precision="f32", ranks=2, mor
     return rows[3 : steps + 3], rss
 
 
-def torch_steps(args, name, steps, mode="ddp"):
-    launch = [f"{args.torch}/torchrun", "--standalone", "--nproc-per-node", "2"]
-    command = [f"{args.torch}/python"] if mode == "single" else launch
-    command += [PEERS / "ddp_step.py", "--config", name, "--mode", mode, "--steps", str(steps), "--fused"]
-    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = re.search(r"step ([0-9.]+) ms \(min ([0-9.]+), max ([0-9.]+)\).*peak RSS ([0-9]+) MiB", out)
+def peer_steps(args, ranks, script, *words):
+    """Median, smallest and largest milliseconds of a step of a script of PyTorch, and its peak RSS in MiB."""
+    launch = [f"{args.torch}/torchrun", "--standalone", "--nproc-per-node", str(ranks)]
+    command = [*(launch if ranks > 1 else [f"{args.torch}/python"]), PEERS / script, *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=2 * DEADLINE_S)
+    if done.returncode:
+        sys.exit(f"PyTorch failed: {command}: {done.stderr[-2000:]}")
+    found = re.search(r"step ([0-9.]+) ms \(min ([0-9.]+), max ([0-9.]+)\).*peak RSS ([0-9]+) MiB", done.stdout)
     return [float(x) for x in found.groups()]
+
+
+def torch_steps(args, name, steps, mode="ddp"):
+    ranks = 1 if mode == "single" else 2
+    return peer_steps(args, ranks, "ddp_step.py", "--config", name, "--mode", mode, "--steps", str(steps), "--fused")
 
 
 # (configuration, ranks, mode of ddp_step.py)
@@ -349,6 +357,63 @@ def bench_layouts(args):
             print(f"| {layout} | {ranks} | {turn + 1} | {ours} | {exposed} | {rss:.0f} MiB | {peer}", flush=True)
 
 
+def side_by_side(args, rows, script):
+    """Rounds of ours and PyTorch's in turn. `rows` have ranks, our settings, and the words of PyTorch's script."""
+    print("| layout | ranks | ddp-run | exposed communication | peak RSS of a rank | PyTorch (gloo, fused AdamW) | its peak RSS | ratio of each round |")
+    print("|---|---|---|---|---|---|---|---|")
+    rounds = {layout: [] for layout in rows}
+    for _ in range(args.turns // 2):
+        for layout, (ranks, more, words) in rows.items():
+            with tempfile.TemporaryDirectory() as folder:
+                steps, rss = our_steps("A", 5, folder, ranks=ranks, more=more.items())
+            peer = peer_steps(args, ranks, script, "--steps", "5", *words.split()) if args.torch else None
+            rounds[layout].append((steps, rss, peer))
+    for layout, found in rounds.items():
+        ours, exposed = (spread([step[key] for steps, _, _ in found for step in steps]) for key in ("step_ms", "comm_exposed_ms"))
+        line = f"| {layout} | {rows[layout][0]} | {ours} | {exposed} | {max(rss for _, rss, _ in found):.0f} MiB "
+        if args.torch:
+            medians, least, most, peaks = zip(*(peer for _, _, peer in found))
+            ratios = ", ".join(f"{peer[0] / statistics.median(step['step_ms'] for step in steps):.2f}" for steps, _, peer in found)
+            line += f"| {statistics.median(medians):.1f} ms ({min(least):.1f} to {max(most):.1f}) | {max(peaks):.0f} MiB | {ratios} "
+        print(f"{line}|", flush=True)
+
+
+LONG = {"model.block_size": 4096, "train.micro_batch": 1}
+RING = {"parallel.context": 2, "parallel.context_algorithm": "ring"}
+# Ranks, our settings, and the words of `ddp_step.py`.
+CONTEXT = {
+    "whole samples": (1, LONG, "--mode single --fused --positions 4096 --batch 1"),
+    "cp 2, keys and values gathered": (2, {**LONG, "parallel.context": 2}, "--mode cp --fused --positions 4096 --batch 1"),
+    "cp 2, ring": (2, {**LONG, **RING}, "--mode cp --rotate alltoall --fused --positions 4096 --batch 1"),
+}
+
+
+def bench_context(args):
+    print("\n### Context parallelism, configuration A with 1 sample of 4,096 positions, f32, 1 thread a rank\n")
+    side_by_side(args, CONTEXT, "ddp_step.py")
+
+
+# The model of `mixtral_step.py`.
+MIXTRAL = {"model.kind": "llama", "model.n_layer": 2, "model.n_inner": 1024}
+MIXTRAL.update({"model.experts.count": 8, "model.experts.top_k": 2, "model.experts.aux_loss": 0.02})
+# PyTorch has no expert parallelism of it: each of its ranks computes all experts.
+EXPERTS = {
+    "all experts on the rank": (1, MIXTRAL, "--mode single"),
+    "all experts on each rank": (2, MIXTRAL, "--mode ddp"),
+    "ep 2; PyTorch as above": (2, {**MIXTRAL, "parallel.expert": 2}, "--mode ddp"),
+}
+
+
+def bench_experts(args):
+    print("\n### 2 Mixtral layers × 384, 8 experts × 1,024, top 2, 8 samples of 256 positions a rank, f32, 1 thread a rank\n")
+    with tempfile.TemporaryDirectory() as folder:
+        # As PyTorch's: bytes that any expert is as likely to get. A text's tokens are not.
+        text = pathlib.Path(folder) / "random.txt"
+        text.write_bytes(random.Random(1).randbytes(2**20))
+        rows = {name: (ranks, {**more, "data.train": text}, words) for name, (ranks, more, words) in EXPERTS.items()}
+        side_by_side(args, rows, "mixtral_step.py")
+
+
 def bench_stall(_args):
     print("\n### What a save costs the training, configuration A, 2 ranks × 1 thread, every 5 steps", flush=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -360,7 +425,8 @@ def bench_stall(_args):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    known = ["launch", "rendezvous", "budgets", "restart", "collectives", "steps", "strategies", "layouts", "stall"]
+    known = ["launch", "rendezvous", "budgets", "restart", "collectives", "steps", "strategies", "layouts"]
+    known += ["context", "experts", "stall"]
     parser.add_argument("what", nargs="+", choices=known)
     parser.add_argument("--torch", help="bin folder of a Python environment with PyTorch")
     parser.add_argument("--mpi", action="store_true", help="compare with Open MPI")
