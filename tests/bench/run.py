@@ -4,8 +4,8 @@
     cargo build --release --workspace --bins --examples
     python3 tests/bench/run.py launch rendezvous budgets restart collectives steps strategies layouts context experts stall --torch /path/to/venv/bin --mpi
 
-Without --torch or --mpi the peers are left out. `experts` also needs `transformers` there. Each figure is a median with its smallest and largest value; compare within
-one table, not between runs.
+Without --torch or --mpi the peers are left out; that of `experts` needs `transformers` too. Each figure is a median with its
+smallest and largest value; compare within one table, not between runs.
 """
 import argparse
 import json
@@ -394,7 +394,7 @@ def bench_context(args):
 
 
 # The model of `mixtral_step.py`.
-MIXTRAL = {"model.kind": "llama", "model.n_layer": 2, "model.n_inner": 1024}
+MIXTRAL = {"model.kind": "mixtral", "model.n_layer": 2, "model.n_inner": 1024}
 MIXTRAL.update({"model.experts.count": 8, "model.experts.top_k": 2, "model.experts.aux_loss": 0.02})
 # PyTorch has no expert parallelism of it: each of its ranks computes all experts.
 EXPERTS = {
