@@ -44,7 +44,7 @@ PAGES = re.compile(r"README\.md|docs/[^/]+\.md|(examples|deploy)/(.+/)?README\.m
 COMMENT = re.compile(r"\s*<!-- (not run|run by|needs|first|file): (.+) -->")
 PYTHON = os.environ.get("PYTHON", "python3")
 KEYS = (ROOT / "docs/reference.md").read_text()
-FEW = """few() { STEPS=$1 VAL=$PWD/val.txt; head -c 4000 examples/data/python-reference.txt >val.txt; }
+FEW = """few() { STEPS=$1 VAL=$PWD/val.txt; head -c 5000 examples/data/python-reference.txt >val.txt; }
 ddp-run() { command ddp-run "$@" ${STEPS:+--set train.steps=$STEPS --set data.val=$VAL}; }"""
 DEADLINE = 120  # seconds for a block
 CARGO = """#!/bin/bash
