@@ -1,4 +1,4 @@
-//! The examples `three-d` and `llama`: a few steps of each, and, on demand, all that their READMEs say.
+//! The examples `three-d`, `llama`, `long-context` and `moe`: a few steps of each, and, on demand, all that their READMEs say.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
@@ -67,6 +67,59 @@ fn the_llama_example_trains_and_is_exported_as_a_llama() {
     assert_eq!(config["num_key_value_heads"], 4);
 }
 
+/// By the plan with the positions of the README, and by what a rank holds with an eighth of them.
+#[test]
+fn the_long_context_example_fits_eight_ranks_and_not_one() {
+    let dir = temp_dir();
+    let yaml = repository("examples/long-context/train.yaml").display().to_string();
+    let plan = |ranks: &str, said: &str| {
+        let context = format!("parallel.context={ranks}");
+        let words = ["plan", &yaml, "--nproc-per-node", ranks, "--set", &context];
+        let long = ["model.block_size=65536", "--set", "parallel.backend=cpu", "--memory", "512MiB"];
+        train(words.into_iter().chain(["--set"]).chain(long), dir.path())
+            .expect_exit(0)
+            .expect_stdout(said);
+    };
+    plan("1", "No strategy fits into 512.0 MiB");
+    plan("8", "Of the strategies that fit");
+    let [one, eight] = [1, 8].map(|ranks| {
+        let launch = example("long-context", ranks, dir.path()).set("train.steps=1");
+        let launch = launch
+            .set("model.block_size=8192")
+            .set(&format!("parallel.context={ranks}"));
+        launch.set(&format!("run.out_dir={ranks}")).run().expect_exit(0);
+        metrics(&dir.path().join(ranks.to_string()))[0].clone()
+    });
+    assert_eq!(one["loss"], eight["loss"], "forward adds up in one order");
+    for (kind, part) in [("activations", 4), ("pss", 2)] {
+        let [one, eight] = [&one, &eight].map(|line| line["memory"][kind].as_u64().expect("bytes"));
+        assert!(0 < eight && eight < one / part, "{kind}: {eight} and {one}");
+    }
+}
+
+#[test]
+fn the_moe_example_has_the_losses_of_all_experts_on_each_rank() {
+    let dir = temp_dir();
+    let [divided, whole] = [2, 1].map(|ranks| {
+        let launch = example("moe", 2, dir.path()).set("train.steps=4");
+        let launch = launch.set(&format!("parallel.expert={ranks}"));
+        launch.set(&format!("run.out_dir={ranks}")).run().expect_exit(0);
+        dir.path().join(ranks.to_string())
+    });
+    for (step, (found, expected)) in losses(&divided).iter().zip(losses(&whole)).enumerate() {
+        let error = (found - expected).abs() / expected;
+        assert!(error < 1e-5, "step {step}: {found} and {expected}");
+    }
+    let [divided, whole] = [divided, whole].map(|out| metrics(&out).pop().expect("a line"));
+    let [held, all] = [&divided, &whole].map(|line| line["memory"]["params"].as_u64().expect("bytes"));
+    assert!(
+        held < all * 2 / 3,
+        "{held} bytes of parameters, and {all} with all experts"
+    );
+    let sent = divided["wire_bytes"]["activations"].as_u64();
+    assert!(sent.is_some_and(|bytes| bytes > 0), "{divided}");
+}
+
 const DOCUMENT: &str = "docs/parallelism.md";
 
 /// Bytes in a sentence, behind its last `=` if there is one, as the document writes them: in groups of three digits.
@@ -113,7 +166,7 @@ fn tried(command: &str, settings: &[&str], dir: &Path) -> (Vec<f64>, serde_json:
     (losses(&out), metrics(&out).pop().expect("a line"))
 }
 
-/// All of them train on the samples of its first command, and what its sections say of them is what they send and hold.
+/// All of them train on the samples of its first command, or, with experts, as all experts on each rank do, and what its sections say of them is what they send and hold.
 #[test]
 fn every_command_of_the_document_on_parallelism_has_the_losses_and_numbers_that_it_says() {
     let text = std::fs::read_to_string(repository(DOCUMENT)).expect("readable");
@@ -149,7 +202,15 @@ fn every_command_of_the_document_on_parallelism_has_the_losses_and_numbers_that_
             assert!(text.contains(&said.join(", ")), "{said:?} is not in {DOCUMENT}");
             expected.clone_from(&found);
         }
-        for (found, expected) in found.iter().zip(&expected) {
+        let of_experts = (command.contains("parallel.expert=2")).then(|| {
+            tried(
+                &command.replace("parallel.expert=2", "parallel.expert=1"),
+                &few,
+                dir.path(),
+            )
+            .0
+        });
+        for (found, expected) in found.iter().zip(of_experts.as_ref().unwrap_or(&expected)) {
             let error = (found - expected).abs();
             assert!(error < 1e-5 * expected, "{command}: {found} and {expected}");
         }
@@ -166,7 +227,7 @@ fn every_command_of_the_document_on_parallelism_has_the_losses_and_numbers_that_
         compared += figures.len();
     }
     assert!(
-        commands >= 14 && compared >= 18,
+        commands >= 16 && compared >= 21,
         "{commands} commands, {compared} numbers"
     );
 }
@@ -186,6 +247,15 @@ fn validation_loss(name: &str, ranks: u32) -> f64 {
 fn what_the_readme_of_the_examples_says_of_three_d_is_reached() {
     let loss = validation_loss("three-d", 8);
     assert!((loss - 1.90).abs() < 0.02, "{loss}");
+}
+
+#[test]
+#[ignore = "minutes of training: .ci/run examples"]
+fn what_the_readme_of_the_examples_says_of_long_context_and_moe_is_reached() {
+    for (name, said) in [("long-context", 2.11), ("moe", 1.30)] {
+        let loss = validation_loss(name, 2);
+        assert!((loss - said).abs() < 0.02, "{name}: {loss}");
+    }
 }
 
 #[test]
