@@ -71,11 +71,19 @@ fn the_llama_example_trains_and_is_exported_as_a_llama() {
 #[test]
 fn the_long_context_example_fits_eight_ranks_and_not_one() {
     let dir = temp_dir();
-    let yaml = repository("examples/long-context/train.yaml").display().to_string();
+    let yaml = repository("examples/long-context/train.yaml")
+        .display()
+        .to_string();
     let plan = |ranks: &str, said: &str| {
         let context = format!("parallel.context={ranks}");
         let words = ["plan", &yaml, "--nproc-per-node", ranks, "--set", &context];
-        let long = ["model.block_size=65536", "--set", "parallel.backend=cpu", "--memory", "512MiB"];
+        let long = [
+            "model.block_size=65536",
+            "--set",
+            "parallel.backend=cpu",
+            "--memory",
+            "512MiB",
+        ];
         train(words.into_iter().chain(["--set"]).chain(long), dir.path())
             .expect_exit(0)
             .expect_stdout(said);
