@@ -246,14 +246,23 @@ def our_steps(name, steps, folder, strategy="ddp", precision="f32", ranks=2, mor
     return rows[3 : steps + 3], rss
 
 
-def peer_steps(args, ranks, script, *words):
-    """Median, smallest and largest milliseconds of a step of a script of PyTorch, and its peak RSS in MiB."""
+def peer_output(args, ranks, script, *words):
+    """What a script of PyTorch prints."""
     launch = [f"{args.torch}/torchrun", "--standalone", "--nproc-per-node", str(ranks)]
     command = [*(launch if ranks > 1 else [f"{args.torch}/python"]), PEERS / script, *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=2 * DEADLINE_S)
-    if done.returncode:
-        sys.exit(f"PyTorch failed: {command}: {done.stderr[-2000:]}")
-    found = re.search(r"step ([0-9.]+) ms \(min ([0-9.]+), max ([0-9.]+)\).*peak RSS ([0-9]+) MiB", done.stdout)
+    # Pipelining over gloo has hung before (pytorch 132644), and ranks have crashed, also at their end.
+    for _ in range(5):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=2 * DEADLINE_S)
+        if done.returncode == 0:
+            return done.stdout
+        print(f"PyTorch failed, once more: {words}: {done.stderr[-2000:]}", file=sys.stderr)
+    sys.exit(f"PyTorch failed five times: {words}")
+
+
+def peer_steps(args, ranks, script, *words):
+    """Median, smallest and largest milliseconds of a step of a script of PyTorch, and its peak RSS in MiB."""
+    out = peer_output(args, ranks, script, *words)
+    found = re.search(r"step ([0-9.]+) ms \(min ([0-9.]+), max ([0-9.]+)\).*peak RSS ([0-9]+) MiB", out)
     return [float(x) for x in found.groups()]
 
 
@@ -328,16 +337,9 @@ LAYOUTS = {
 
 def torch_layout(args, ranks, words):
     """Median and least milliseconds of a step, and the peak RSS of the largest rank in MiB."""
-    command = [f"{args.torch}/torchrun", "--standalone", "--nproc-per-node", str(ranks), PEERS / "nd_step.py"]
-    command += ["--config", "A", "--steps", "10", *words.split()]
-    # Pipelining over gloo has hung before (pytorch 132644), and its ranks have crashed.
-    for _ in range(5):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=2 * DEADLINE_S)
-        if done.returncode == 0:
-            found = re.search(r"step ([0-9.]+) ms \(min ([0-9.]+)\).*peak RSS max ([0-9]+) MiB", done.stdout)
-            return [float(x) for x in found.groups()]
-        print(f"PyTorch failed, once more: {words}: {done.stderr[-2000:]}", file=sys.stderr)
-    sys.exit(f"PyTorch failed five times: {words}")
+    out = peer_output(args, ranks, "nd_step.py", "--config", "A", "--steps", "10", *words.split())
+    found = re.search(r"step ([0-9.]+) ms \(min ([0-9.]+)\).*peak RSS max ([0-9]+) MiB", out)
+    return [float(x) for x in found.groups()]
 
 
 def bench_layouts(args):
