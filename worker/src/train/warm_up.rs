@@ -15,7 +15,7 @@ use super::rank_table::StepTable;
 use super::replica::Replica;
 use super::run_row::{rehearse_evaluation, rehearse_step};
 use crate::device::{
-    Arena, ArenaSpec, Buffer, Compute, CudaDevice, Device, DeviceError, Event, IdleDevice, Stream,
+    Arena, ArenaSpec, Buffer, Compute, CudaDevice, Device, DeviceError, Event, IdleDevice, StateMemory, Stream,
 };
 use crate::model::Activation;
 use crate::ops::Op;
@@ -43,7 +43,8 @@ pub(super) fn warm_up(
     let world = idle_world_on(device.clone(), spec.strategy.mesh, spec.rank);
     let (mut idle, mut reducer) = spec.idle(&world, activations)?;
     let parameters = &idle.parameters;
-    let home = spec.planned_home(&world);
+    // What is updated on the host needs no kernel.
+    let home = Arc::new(StateMemory::on_device(device.clone()));
     let optimizer = spec.optimizer(parameters, &home)?;
     let (set, sharding) = (parameters.replica_set(), parameters.sharding());
     let clip = Clip::new(set, &world.compute, sharding, norm_order, &spec.config.train)?;
