@@ -203,6 +203,8 @@ pub struct Sent {
     pub ranks: u64,
     /// Between the numbers of two that are neighbours.
     pub stride: u64,
+    /// Each of them gets bytes of its own, as in an all-to-all.
+    pub to_each: bool,
 }
 
 impl Cluster {
@@ -216,7 +218,8 @@ impl Cluster {
     /// Links within nodes and the network between them work at the same time, so this is the longer of both. Of S bytes that
     /// are reduce-scattered or gathered by g ranks on each of m nodes, where each rank sends (gm − 1)/gm · S, a rank sends
     /// (g − 1)/g · S to its node, and a node (m − 1)/m · S to the others, once for all its ranks: within one node the bound of
-    /// a ring (Patarasuk & Yuan 2009). An all-reduce is both, one after the other.
+    /// a ring (Patarasuk & Yuan 2009). An all-reduce is both, one after the other. What goes to each rank of its own leaves a
+    /// node once for each of them.
     pub fn least_seconds(&self, sent: &[Sent]) -> Option<f64> {
         let (mut inside, mut between) = (0.0, 0.0);
         for sent in sent.iter().filter(|sent| sent.bytes > 0) {
@@ -224,10 +227,15 @@ impl Cluster {
             let (here, all) = (self.ranks_a_node as f64, sent.ranks as f64);
             let nodes = (all * sent.stride as f64 / here).ceil().clamp(1.0, all);
             let ranks = all / nodes;
-            let bytes = sent.bytes as f64 * (nodes * ranks) / (nodes * ranks - 1.0);
-            inside += (ranks - 1.0) / ranks * bytes;
+            // S / gm
+            let part = sent.bytes as f64 / (all - 1.0);
             // The groups on a node share its way to the others.
-            between += (nodes - 1.0) / nodes * bytes * (here / ranks);
+            let [near, far] = match sent.to_each {
+                false => [(ranks - 1.0) * nodes, (nodes - 1.0) * here],
+                true => [ranks - 1.0, (all - ranks) * here],
+            };
+            inside += near * part;
+            between += far * part;
         }
         let seconds = |bytes: f64, rate: Option<f64>| match rate {
             _ if bytes == 0.0 => Some(0.0),
@@ -296,11 +304,13 @@ mod tests {
             bytes: in_copy,
             ranks: copy,
             stride: 1,
+            to_each: false,
         };
         let to_others = Sent {
             bytes: between,
             ranks: cluster.ranks() / copy,
             stride: copy,
+            to_each: false,
         };
         cluster.least_seconds(&[to_copy, to_others])
     }

@@ -13,6 +13,7 @@ use crate::config::{
 };
 use crate::costs::{Cluster, GlobalBatch, Sent};
 use crate::mesh::{Axis, MeshShape};
+use crate::model::Decoder;
 use crate::parallel::pipeline::{PipelinePlan, Simulation};
 use crate::train::TrainError;
 use crate::train::rank_spec::RankSpec;
@@ -90,10 +91,13 @@ pub(super) struct LayerNeeds {
 }
 
 impl LayerNeeds {
-    /// Of what a model of one layer needs, and one of two.
+    /// Of what a model of one layer needs, and one of two: or of as many as have experts once, and twice.
     pub(super) fn of(config: &TrainConfig) -> Result<Self, TrainError> {
         let mut config = under(config, Strategy::Ddp);
-        let layers = config.model.n_layer as u64;
+        let every = Decoder::of(&config.model)
+            .experts
+            .map_or(1, |experts| experts.every);
+        let layers = config.model.n_layer / every;
         config.parallel.pipeline = Pipeline::default();
         let ranks = MeshShape::ranks_multiple_of(&config.parallel).unwrap_or(1) as u32;
         config.train.grad_accumulation = 1;
@@ -108,15 +112,23 @@ impl LayerNeeds {
             config.model.n_layer = layers;
             Estimate::of(&config, &env)
         };
-        let [one, two] = [with(1)?, with(2)?];
+        let [one, two] = [with(every)?, with(2 * every)?];
         let [one_sends, two_send] = [one.sent.exchanged, two.sent.exchanged];
         let exchanged = std::array::from_fn(|span| {
             let [one, two] = [one_sends[span], two_send[span]];
-            one + (layers - 1) * (two - one)
+            one + (layers as u64 - 1) * (two - one)
         });
+        let mesh = mesh(&config, &env)?;
+        let mut groups = sent_to_groups(&mesh, &[Axis::Context, Axis::Tensor], &exchanged);
+        let rows = sent_to_groups(&mesh, &[Axis::Expert], &exchanged).into_iter();
+        groups.extend(rows.map(|sent| Sent {
+            to_each: true,
+            ..sent
+        }));
+        let kept = two.held.activations.saturating_sub(one.held.activations);
         Ok(Self {
-            exchanged: sent_to_groups(&mesh(&config, &env)?, &Axis::ALL, &exchanged),
-            kept: (two.held.activations).saturating_sub(one.held.activations),
+            exchanged: groups,
+            kept: kept / every as u64,
         })
     }
 }

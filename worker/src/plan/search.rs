@@ -1,9 +1,9 @@
-//! The layouts of given machines with the shortest steps: every mesh pp × dp × cp × tp that divides, with every schedule and
-//! strategy, and with more recomputation than configured. The global batch stays that of the configuration: with fewer
-//! data-parallel ranks each has more micro-batches.
+//! The layouts of given machines with the shortest steps: every mesh pp × dp × cp × tp that divides, and experts over ep of its
+//! ranks, with every schedule and strategy, and with more recomputation than configured. The global batch stays that of the
+//! configuration: with fewer data-parallel ranks each has more micro-batches.
 //!
-//! Two bounds from below cost little. The least time of a step is what ranks compute and exchange within tensor groups, and
-//! the least that a schedule lets them wait. The least memory is the smallest state of any strategy, and what the micro-batches
+//! Two bounds from below cost little. The least time of a step is what ranks compute and exchange within layers, and the least
+//! that a schedule lets them wait. The least memory is the smallest state of any strategy, and what the micro-batches
 //! in flight keep of each layer. Layouts are looked at in the order of their least times, and only those are rehearsed that fit
 //! by the least memory and may be among the best. So the search may end at any time, with the most promising ones behind it.
 //!
@@ -20,6 +20,7 @@ use crate::config::Recompute::{Full, Norms, Nothing, Selective};
 use crate::config::{PipelineSchedule, ShardGroup, Strategy, TrainConfig};
 use crate::costs::micro_batch_shape;
 use crate::mesh::{Axis, GRADIENTS, MeshShape};
+use crate::model::Decoder;
 use crate::train::TrainError;
 use crate::train::strategy::mesh;
 
@@ -155,37 +156,57 @@ fn possible<T>(result: Result<T, TrainError>) -> Result<Option<T>, TrainError> {
 /// Every layout that divides the ranks of the machines, the model and the global batch, in the order of their least times: with
 /// the recomputation of the configuration, and with each that keeps less.
 fn drafts(config: &TrainConfig, machines: &Machines) -> Result<Vec<LayoutDraft>, TrainError> {
-    let here = machines.cluster.ranks_a_node as usize;
-    let ranks = machines.cluster.ranks() as usize;
-    // Smaller micro-batches come before parts of samples.
-    let positions = if config.train.micro_batch == 1 { config.model.block_size } else { 0 };
-    let has_long_chunks = |context: usize| context == 1 || positions >= 2 * context * LEAST_CHUNK;
-    let is_near = |tensor: usize| here.is_multiple_of(tensor) || config.parallel.tensor_across_nodes;
+    let cells = cells(config, machines);
     let mut drafts = Vec::new();
     for recompute in [Nothing, Norms, Selective, Full] {
-        if recompute < config.train.recompute {
-            continue;
-        }
-        for tensor in divisors(ranks).filter(|tensor| is_near(*tensor)) {
-            for context in divisors(ranks / tensor).filter(|context| has_long_chunks(*context)) {
-                let mut config = under(config, Strategy::Ddp);
-                config.train.recompute = recompute;
-                (config.parallel.tensor, config.parallel.context) = (tensor, context);
-                let rows: usize = micro_batch_shape(&config).iter().product();
-                config.parallel.sequence = tensor > 1 && rows.is_multiple_of(tensor);
-                drafts.extend(piped_drafts(&config, machines)?);
-            }
+        for cell in cells.iter().filter(|_| recompute >= config.train.recompute) {
+            let mut config = cell.clone();
+            config.train.recompute = recompute;
+            drafts.extend(piped_drafts(&config, machines)?);
         }
     }
     drafts.sort_by(|a, b| a.floor.total_cmp(&b.floor));
     Ok(drafts)
 }
 
+/// The configuration with every size of the groups that compute layers together.
+fn cells(config: &TrainConfig, machines: &Machines) -> Vec<TrainConfig> {
+    let here = machines.cluster.ranks_a_node as usize;
+    let ranks = machines.cluster.ranks() as usize;
+    // Smaller micro-batches come before parts of samples.
+    let positions = if config.train.micro_batch == 1 {
+        config.model.block_size
+    } else {
+        0
+    };
+    let has_long_chunks = |context: usize| context == 1 || positions >= 2 * context * LEAST_CHUNK;
+    let is_near = |tensor: usize| here.is_multiple_of(tensor) || config.parallel.tensor_across_nodes;
+    let experts = Decoder::of(&config.model)
+        .experts
+        .map_or(1, |experts| experts.count);
+    let mut cells = Vec::new();
+    for tensor in divisors(ranks).filter(|tensor| is_near(*tensor)) {
+        for context in divisors(ranks / tensor).filter(|context| has_long_chunks(*context)) {
+            let divides =
+                |expert: &usize| expert.is_multiple_of(context) && (ranks / tensor).is_multiple_of(*expert);
+            for expert in divisors(experts).filter(|expert| *expert == 1 || divides(expert)) {
+                let mut config = under(config, Strategy::Ddp);
+                let parallel = &mut config.parallel;
+                (parallel.tensor, parallel.context, parallel.expert) = (tensor, context, expert);
+                let rows: usize = micro_batch_shape(&config).iter().product();
+                config.parallel.sequence = tensor > 1 && rows.is_multiple_of(tensor);
+                cells.push(config);
+            }
+        }
+    }
+    cells
+}
+
 fn divisors(number: usize) -> impl Iterator<Item = usize> {
     (1..=number).filter(move |divisor| number.is_multiple_of(*divisor))
 }
 
-/// The layouts with the `parallel.tensor` and `parallel.context` of `config`.
+/// The layouts with the groups of `config` that compute layers together.
 fn piped_drafts(config: &TrainConfig, machines: &Machines) -> Result<Vec<LayoutDraft>, TrainError> {
     let Some(layer) = possible(LayerNeeds::of(config))? else {
         return Ok(Vec::new());

@@ -31,6 +31,14 @@ train: {precision: bf16, micro_batch: 2}
 parallel: {reduce_dtype: bf16}
 ";
 
+/// 94 layers of 128 experts: 235 billion parameters, of which a token passes 20.
+const MIXTRAL_235B: &str = "\
+model: {kind: mixtral, n_layer: 94, n_head: 64, n_kv_head: 4, n_embd: 4096, n_inner: 1536, block_size: 4096, vocab_size: 151936, experts: {count: 128, top_k: 8, capacity: 1.25}}
+data: {train: absent.txt}
+train: {precision: bf16, micro_batch: 1, grad_accumulation: 4}
+parallel: {reduce_dtype: bf16}
+";
+
 /// Small, on nodes of four.
 const SMALL: &str = "\
 model: {kind: gpt2, n_layer: 6, n_head: 4, n_embd: 64, block_size: 32, vocab_size: 256}
@@ -94,6 +102,14 @@ fn seventy_billion_parameters_on_64_gpus_have_tp_8_pp_4_dp_2_among_the_best() {
     let thumb = &found.best[thumb.unwrap_or_else(|| panic!("{layouts:?}"))];
     assert_eq!(thumb.candidate.layers, [20; 4]);
     assert_eq!(thumb.candidate.batch.accumulation, 32);
+}
+
+/// 2,048 samples of 4,096 tokens a step.
+#[test]
+fn two_hundred_billion_parameters_on_512_gpus_divide_their_experts() {
+    let found = search(&with(MIXTRAL_235B, &[]), &h100s(64), 5);
+    let layouts = layouts(&found);
+    panic!("{layouts:?} {:?}", found.best);
 }
 
 fn layouts(search: &LayoutSearch) -> Vec<String> {
@@ -288,11 +304,18 @@ fn those_that_are_not_looked_at_are_slower() {
 #[test]
 fn settings_make_the_layout() {
     let long = SMALL.replace("block_size: 32", "block_size: 16384");
-    let long = long.replace("micro_batch: 2, grad_accumulation: 4", "grad_accumulation: 8, micro_batch: 1");
-    for text in [SMALL, &long] {
+    let long = long.replace(
+        "micro_batch: 2, grad_accumulation: 4",
+        "grad_accumulation: 8, micro_batch: 1",
+    );
+    let experts = SMALL.replace(
+        "kind: gpt2,",
+        "kind: mixtral, n_inner: 64, experts: {count: 4, capacity: 2},",
+    );
+    for text in [SMALL, &long, &experts] {
         let found = search(&with(text, &[]), &small_machines(1 << 40), 100);
-        let has_context = layouts(&found).iter().any(|layout| layout.contains("cp 8"));
-        assert_eq!(has_context, text == long);
+        let has = |axis| layouts(&found).iter().any(|layout| layout.contains(axis));
+        assert_eq!((has("cp 8"), has("ep 4")), (text == long, text == experts));
         are_planned_as_listed(text, found.best);
     }
 }

@@ -179,6 +179,7 @@ pub(super) fn sent_to_groups(mesh: &MeshShape, axes: &[Axis], sent: &[u64; Span:
         bytes,
         ranks: mesh.size(span.axes()) as u64,
         stride: mesh.stride(span.last) as u64,
+        to_each: false,
     };
     let sent = sent_along(axes, sent).map(to_group);
     sent.filter(|sent| sent.bytes > 0).collect()
