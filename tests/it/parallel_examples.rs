@@ -260,7 +260,7 @@ fn what_the_readme_of_the_examples_says_of_three_d_is_reached() {
 #[test]
 #[ignore = "minutes of training: .ci/run examples"]
 fn what_the_readme_of_the_examples_says_of_long_context_and_moe_is_reached() {
-    for (name, said) in [("long-context", 2.11), ("moe", 1.30)] {
+    for (name, said) in [("long-context", 2.11), ("moe", 1.31)] {
         let loss = validation_loss(name, 2);
         assert!((loss - said).abs() < 0.02, "{name}: {loss}");
     }
