@@ -95,8 +95,11 @@ fn the_long_context_example_fits_eight_ranks_and_not_one() {
         let launch = launch
             .set("model.block_size=8192")
             .set(&format!("parallel.context={ranks}"));
-        launch.set(&format!("run.out_dir={ranks}")).run().expect_exit(0);
-        metrics(&dir.path().join(ranks.to_string()))[0].clone()
+        launch
+            .set(&format!("run.out_dir=on-{ranks}"))
+            .run()
+            .expect_exit(0);
+        metrics(&dir.path().join(format!("on-{ranks}")))[0].clone()
     });
     assert_eq!(one["loss"], eight["loss"], "forward adds up in one order");
     for (kind, part) in [("activations", 4), ("pss", 2)] {
@@ -111,8 +114,11 @@ fn the_moe_example_has_the_losses_of_all_experts_on_each_rank() {
     let [divided, whole] = [2, 1].map(|ranks| {
         let launch = example("moe", 2, dir.path()).set("train.steps=4");
         let launch = launch.set(&format!("parallel.expert={ranks}"));
-        launch.set(&format!("run.out_dir={ranks}")).run().expect_exit(0);
-        dir.path().join(ranks.to_string())
+        launch
+            .set(&format!("run.out_dir=on-{ranks}"))
+            .run()
+            .expect_exit(0);
+        dir.path().join(format!("on-{ranks}"))
     });
     for (step, (found, expected)) in losses(&divided).iter().zip(losses(&whole)).enumerate() {
         let error = (found - expected).abs() / expected;
