@@ -20,8 +20,8 @@ use crate::config::{Experts, Recompute};
 use crate::device::{DType, DeviceError};
 use crate::ops::{
     AddBiasResidual, Cast, ColumnSum, CombineBackward, Fill, GatherRows, GroupedDweight, GroupedLinear,
-    LinearForward, LinearShape, MergedOrder, RouteBackward, RouteForward, Router, SortByExpert,
-    SwigluBackward, SwigluForward,
+    LinearForward, MergedOrder, RouteBackward, RouteForward, Router, SortByExpert, SwigluBackward,
+    SwigluForward,
     WeightLayout::{self, InOut, OutIn},
 };
 
@@ -106,7 +106,7 @@ struct Routes {
     chosen: Activation,
     /// `[R, k]`
     weights: Activation,
-    /// [`RouteForward::statistics`], and how many choices were kept where capacity is bounded.
+    /// [`RouteForward::statistics`], and how many choices were kept.
     statistics: Activation,
     /// The choice `position·k + which` of each row that leaves, `[M]`, i32, by expert and position.
     choices: Activation,
@@ -242,10 +242,8 @@ impl ExpertLayer {
         let (rows, Experts { count, top_k, .. }) = (ctx.rows(), self.all);
         let i32s = |name, shape: &[usize]| ctx.pool.lease(name, DType::I32, shape);
         let logits = self.logits(ctx, normalised)?;
-        let (chosen, weights) = (
-            i32s("choices", &[rows, top_k])?,
-            ctx.lease_stat("weights", &[rows, top_k])?,
-        );
+        let chosen = i32s("choices", &[rows, top_k])?;
+        let weights = ctx.lease_stat("weights", &[rows, top_k])?;
         let statistics = ctx.lease_stat("statistics of the router", &[2 * count + 2])?;
         ctx.enqueue(RouteForward {
             logits: logits.buffer().clone(),
@@ -256,14 +254,10 @@ impl ExpertLayer {
             router: self.router(),
         });
         let leaving = self.most_rows(ctx, count);
-        let (choices, placed) = (
-            i32s("choices by expert", &[leaving])?,
-            i32s("rows of choices", &[rows, top_k])?,
-        );
-        let (counts, mut ends) = (
-            i32s("rows for each expert", &[count])?,
-            i32s("ends", &[count + 1])?,
-        );
+        let choices = i32s("choices by expert", &[leaving])?;
+        let placed = i32s("rows of choices", &[rows, top_k])?;
+        let counts = i32s("rows for each expert", &[count])?;
+        let mut ends = i32s("ends", &[count + 1])?;
         ctx.enqueue(SortByExpert {
             experts: chosen.buffer().clone(),
             capacity: self.capacity(ctx),
@@ -306,14 +300,9 @@ impl ExpertLayer {
 
     /// `[R, E]`, in f32 whatever the type of activations.
     fn logits(&self, ctx: &Context<'_>, normalised: &Activation) -> Result<Activation, DeviceError> {
-        let Dense {
-            inputs,
-            outputs,
-            layout,
-            ..
-        } = self.router;
-        let logits = ctx.lease_stat("logits of the router", &[ctx.rows(), outputs])?;
-        let weight = Activation::borrowed(ctx.params.get(self.router.weight), vec![outputs, inputs]);
+        let logits = ctx.lease_stat("logits of the router", &[ctx.rows(), self.all.count])?;
+        let weight = ctx.params.get(self.router.weight);
+        let weight = Activation::borrowed(weight, vec![self.all.count, self.router.inputs]);
         let (inp, weight) = (in_f32(ctx, normalised)?, in_f32(ctx, &weight)?);
         ctx.enqueue(LinearForward {
             inp: inp.buffer().clone(),
@@ -321,12 +310,7 @@ impl ExpertLayer {
             bias: None,
             residual: None,
             out: logits.buffer().clone(),
-            shape: LinearShape {
-                rows: ctx.rows(),
-                inputs,
-                outputs,
-                layout,
-            },
+            shape: self.router.shape(normalised),
         });
         Ok(logits)
     }
@@ -341,25 +325,22 @@ impl ExpertLayer {
         let len = statistics.buffer().len();
         let out = statistics.buffer().slice(len - 1..len);
         if self.all.capacity.is_none() {
-            ctx.enqueue(Fill { out, value: 0.0 });
+            let value = (ctx.rows() * self.all.top_k) as f64;
+            ctx.enqueue(Fill { out, value });
         } else {
             // Each row counts as 1, and what was dropped has none.
-            let [ones, kept] =
-                [choices.buffer().len(), ctx.rows()].map(|n| ctx.lease_stat("kept choices", &[n, 1]));
-            let (ones, kept) = (ones?, kept?);
-            let all = ones.buffer().clone();
-            ctx.enqueue(Fill { out: all, value: 1.0 });
+            let ones = ctx.lease_stat("ones", &[choices.buffer().len(), 1])?;
+            let kept = ctx.lease_stat("kept choices", &[ctx.rows(), 1])?;
+            let (all, value) = (ones.buffer().clone(), 1.0);
+            ctx.enqueue(Fill { out: all, value });
             ctx.enqueue(gather([&ones, rows, &kept], 1));
             let (x, accumulate) = (kept.buffer().clone(), false);
             ctx.enqueue(ColumnSum { x, out, accumulate });
         }
         // Tensor ranks count the same.
         if let (Some(all), 0) = (ctx.routers, ctx.tensor_place().0) {
-            let layer = self.dropout.layer as usize;
-            let (x, out) = (
-                statistics.buffer().clone(),
-                all.slice(layer * len..(layer + 1) * len),
-            );
+            let (x, first) = (statistics.buffer().clone(), self.dropout.layer as usize * len);
+            let out = all.slice(first..first + len);
             ctx.enqueue(Cast { x, out });
         }
         let group = ctx.context_group;
@@ -375,18 +356,14 @@ impl ExpertLayer {
         grads: &mut dyn GradSink,
     ) -> Result<Activation, DeviceError> {
         let inp = saved.take("feed-forward input")?;
-        let routed = saved
+        let state = saved
             .state
             .take()
             .and_then(|state| state.downcast::<Routed>().ok());
         let nothing =
-            || DeviceError::Upstream("backward wants what the router did, which forward did not save".into());
-        let Routed {
-            routes,
-            inputs,
-            wide,
-            outputs,
-        } = *routed.ok_or_else(nothing)?;
+            || DeviceError::Upstream("backward wants what forward did not save of the router".into());
+        let routed = *state.ok_or_else(nothing)?;
+        let (routes, inputs, outputs) = (routed.routes, routed.inputs, routed.outputs);
         let normalised = saved.find(NORMALISED);
         let normalised = normalised.map_or_else(|| self.norm.forward(ctx, &inp), Ok)?;
         let own = self.dropout.gradient(ctx, Site::FeedForwardResidual, stream)?;
@@ -396,7 +373,8 @@ impl ExpertLayer {
         self.router
             .gradients(ctx, [&normalised, &dlogits, &dlogits], grads)?;
         let dout = to_experts(ctx, outputs, &routes)?;
-        let wide = wide.map_or_else(|| self.widen.product(ctx, &inputs, &routes.ends, OutIn), Ok)?;
+        let again = || self.widen.product(ctx, &inputs, &routes.ends, OutIn);
+        let wide = routed.wide.map_or_else(again, Ok)?;
         let dactive = self.narrow.product(ctx, &dout, &routes.ends, InOut)?;
         swiglu_backward(ctx, [&wide, &dactive]);
         self.narrow
@@ -465,26 +443,18 @@ impl ExpertLayer {
             channels: self.router.inputs,
         });
         // Tensor ranks add up what they make: the losses are one rank's.
-        let weight = if ctx.tensor_place().0 == 0 {
-            ctx.position_weight
-        } else {
-            0.0
-        };
-        let Experts {
-            count,
-            aux_loss,
-            z_loss,
-            ..
-        } = self.all;
+        let is_counted = f64::from(u8::from(ctx.tensor_place().0 == 0));
+        let [aux_loss, z_loss] = [self.all.aux_loss, self.all.z_loss]
+            .map(|factor| f64::from(factor) * ctx.position_weight * is_counted);
         let positions = ctx.rows() * ctx.context_group.map_or(1, TensorOps::size);
-        let balance = f64::from(aux_loss) * count as f64 / positions as f64 * weight;
+        let count = self.all.count;
         ctx.enqueue(RouteBackward {
             logits_dlogits: routes.logits.buffer().clone(),
             experts: routes.chosen.buffer().clone(),
             dweights: dweights.buffer().clone(),
             load: Some(routes.statistics.buffer().slice(0..count)),
-            balance: balance as f32,
-            z: (f64::from(z_loss) * weight) as f32,
+            balance: (aux_loss * count as f64 / positions as f64) as f32,
+            z: z_loss as f32,
             router: self.router(),
         });
         let dlogits = ctx.lease("gradient of the logits", routes.logits.shape())?;
@@ -499,10 +469,8 @@ fn to_experts(ctx: &Context<'_>, rows: Activation, routes: &Routes) -> Result<Ac
     let (Some(group), Some(arrivals)) = (ctx.experts, &routes.arrivals) else {
         return Ok(rows);
     };
-    let arrived = ctx.lease(
-        "rows by rank",
-        &[arrivals.by_rank.buffer().len(), rows.shape()[1]],
-    )?;
+    let shape = [arrivals.by_rank.buffer().len(), rows.shape()[1]];
+    let arrived = ctx.lease("rows by rank", &shape)?;
     group.exchange([&rows, &arrived], &arrivals.counts, true)?;
     drop(rows);
     picked(ctx, [&arrived, &arrivals.by_expert], 1)
@@ -515,10 +483,8 @@ fn to_positions(ctx: &Context<'_>, rows: Activation, routes: &Routes) -> Result<
     };
     let leaving = picked(ctx, [&rows, &arrivals.by_rank], 1)?;
     drop(rows);
-    let back = ctx.lease(
-        "rows of choices",
-        &[routes.choices.buffer().len(), leaving.shape()[1]],
-    )?;
+    let shape = [routes.choices.buffer().len(), leaving.shape()[1]];
+    let back = ctx.lease("rows of choices", &shape)?;
     group.exchange([&leaving, &back], &arrivals.counts, false)?;
     Ok(back)
 }

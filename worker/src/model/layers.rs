@@ -108,7 +108,7 @@ impl Dense {
         std::iter::once(self.weight).chain(self.bias).collect()
     }
 
-    fn shape(&self, inp: &Activation) -> LinearShape {
+    pub(super) fn shape(&self, inp: &Activation) -> LinearShape {
         let rows = inp.buffer().len() / self.inputs;
         LinearShape {
             rows,

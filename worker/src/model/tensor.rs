@@ -62,10 +62,7 @@ pub trait TensorOps {
 }
 
 /// The ranks that hold the experts of a layer together, as one of them sees it.
-pub trait ExpertOps {
-    /// Ranks of the group.
-    fn size(&self) -> usize;
-
+pub trait ExpertOps: TensorOps {
     /// Sends every rank how many rows its experts get, of `counts` `[E]`, and receives in `received` `[ranks, E/ranks]` how many
     /// each sends to this rank's experts. The host waits for these numbers. `rows` is the sum of `counts` where nothing runs.
     fn count(

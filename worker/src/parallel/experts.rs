@@ -4,33 +4,12 @@
 //! forward, and again in backward, as [`Traffic::Activations`]. How many go to whom depends on the router. The ranks exchange
 //! these numbers first, and the host waits for them: it is the only wait of the host within a step.
 
-use super::comm_times::CommTracker;
-use crate::collective::{AllToAll, Communicator, Launch, Traffic};
-use crate::device::{Compute, DeviceError};
+use super::tensor::TensorGroup;
+use crate::collective::{AllToAll, Launch, Traffic};
+use crate::device::DeviceError;
 use crate::model::{Activation, ExpertOps, RowCounts};
 
-/// A group of such ranks.
-pub struct ExpertGroup {
-    comm: Communicator,
-    compute: Compute,
-    tracker: CommTracker,
-}
-
-impl ExpertGroup {
-    /// The ranks of `comm`, whose operations best run on the calling thread, since blocks wait for each.
-    pub fn new(comm: Communicator, compute: &Compute) -> Self {
-        Self {
-            tracker: CommTracker::new(&compute.device, comm.timeline()),
-            comm,
-            compute: compute.clone(),
-        }
-    }
-
-    /// Times and failure of the exchanges. The failure is behind the errors that blocks return.
-    pub fn tracker(&self) -> &CommTracker {
-        &self.tracker
-    }
-
+impl TensorGroup {
     fn all_to_all(
         &self,
         [sent, received]: [&Activation; 2],
@@ -75,11 +54,7 @@ impl ExpertGroup {
     }
 }
 
-impl ExpertOps for ExpertGroup {
-    fn size(&self) -> usize {
-        self.comm.size()
-    }
-
+impl ExpertOps for TensorGroup {
     fn count(
         &self,
         counts: &Activation,

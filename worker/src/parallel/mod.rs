@@ -40,7 +40,6 @@ pub use agreement::{AgreementError, Signature, check_agreement};
 pub use batch_norm::SyncBatchNorm;
 pub use comm_times::{CommTimes, CommTracker, DeviceTimes};
 pub use dtypes::Dtypes;
-pub use experts::ExpertGroup;
 pub use join::{JoinError, JoinOptions, join_world, join_world_on, join_world_through};
 pub use layout::{Bucket, GradSpec, GradientLayout, LayoutConfig, LayoutError};
 pub use norm_order::NormOrder;

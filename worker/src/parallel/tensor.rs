@@ -1,25 +1,25 @@
 //! The ranks that compute blocks together, over communicators: what [`TensorOps`] are for blocks.
 
 use super::comm_times::CommTracker;
-use super::experts::ExpertGroup;
 use crate::collective::{CollectiveError, Communicator, Launch, ReduceOp, Traffic};
 use crate::config::ContextAlgorithm;
 use crate::device::{Compute, DeviceError};
 use crate::mesh::{Axis, Mesh};
 use crate::model::{Activation, Context, Exchange, ExchangeKind, TensorOps, own_rows};
 
-/// A tensor group, or a context group. Sums are in rank order, the same bits on every rank.
+/// A tensor group, a context group, or the ranks that hold experts together. Sums are in rank order, the same bits on every
+/// rank.
 ///
 /// With t ranks and an activation of A bytes, a rank moves 2(t−1)/t·A in an all-reduce, A where it is passed on, and
 /// (t−1)/t·A in each of the others, as [`Traffic::Activations`].
 pub struct TensorGroup {
-    comm: Communicator,
+    pub(super) comm: Communicator,
     /// Makes the activations.
-    compute: Compute,
+    pub(super) compute: Compute,
     is_sequence: bool,
     /// Of a ring: to the next rank of those at even places, and of the others.
     links: Option<[Communicator; 2]>,
-    tracker: CommTracker,
+    pub(super) tracker: CommTracker,
 }
 
 impl TensorGroup {
@@ -54,7 +54,7 @@ pub struct BlockGroups {
     context: Option<TensorGroup>,
     /// The ranks of both.
     all: Option<Communicator>,
-    experts: Option<ExpertGroup>,
+    experts: Option<TensorGroup>,
 }
 
 impl BlockGroups {
@@ -89,7 +89,7 @@ impl BlockGroups {
                 links,
                 ..TensorGroup::new(comm, compute, false)
             }),
-            experts: experts.map(|comm| ExpertGroup::new(comm, compute)),
+            experts: experts.map(|comm| TensorGroup::new(comm, compute, false)),
         })
     }
 
@@ -100,8 +100,8 @@ impl BlockGroups {
 
     /// Of each group.
     pub fn trackers(&self) -> impl Iterator<Item = &CommTracker> {
-        let groups = self.tensor.iter().chain(&self.context).map(TensorGroup::tracker);
-        groups.chain(self.experts.iter().map(ExpertGroup::tracker))
+        let groups = self.tensor.iter().chain(&self.context).chain(&self.experts);
+        groups.map(TensorGroup::tracker)
     }
 
     /// For blocks that these ranks compute together.

@@ -9,14 +9,12 @@ use crate::ops::Fill;
 use crate::train::TrainError;
 use crate::train::world::World;
 
-/// A row for each micro-batch and layer: [`crate::ops::RouteForward::statistics`] and the choices that were kept, where capacity is bounded.
+/// A row for each micro-batch and layer: [`crate::ops::RouteForward::statistics`], and the choices that were kept.
 pub(crate) struct RouterTable {
     world: World,
     rows: Arena,
     layers: usize,
     experts: usize,
-    /// Experts have room for some choices only.
-    is_bounded: bool,
 }
 
 impl RouterTable {
@@ -25,7 +23,7 @@ impl RouterTable {
         let Some(experts) = Decoder::of(&config.model).experts else {
             return Ok(None);
         };
-        let (layers, is_bounded, experts) = (config.model.n_layer, experts.capacity.is_some(), experts.count);
+        let (layers, experts) = (config.model.n_layer, experts.count);
         let len = config.train.grad_accumulation * layers * (2 * experts + 2);
         let spec = ArenaSpec::on_node("what routers count", DType::F32, len);
         Ok(Some(Self {
@@ -33,7 +31,6 @@ impl RouterTable {
             world: world.clone(),
             layers,
             experts,
-            is_bounded,
         }))
     }
 
@@ -63,46 +60,26 @@ impl RouterTable {
 
     /// From the bytes of [`RouterTable::fetch`].
     pub(crate) fn read(&self, bytes: &[u8]) -> ExpertMetrics {
-        let numbers = bytes
-            .chunks_exact(size_of::<f32>())
-            .map(bytemuck::pod_read_unaligned::<f32>);
-        let (numbers, width): (Vec<f32>, _) = (numbers.collect(), 2 * self.experts + 2);
-        let (mut all, mut counted) = (ExpertMetrics::default(), 0.0_f64);
-        for layer in 0..self.layers {
-            let mut sums = vec![0.0; width];
-            for row in numbers.chunks_exact(width).skip(layer).step_by(self.layers) {
-                sums.iter_mut()
-                    .zip(row)
-                    .for_each(|(sum, x)| *sum += f64::from(*x));
-            }
+        let width = 2 * self.experts + 2;
+        let mut layers = vec![vec![0.0_f64; width]; self.layers];
+        for (i, bytes) in bytes.chunks_exact(size_of::<f32>()).enumerate() {
+            let number: f32 = bytemuck::pod_read_unaligned(bytes);
+            layers[i / width % self.layers][i % width] += f64::from(number);
+        }
+        layers.retain(|sums| sums[..self.experts].iter().any(|load| *load > 0.0));
+        let (mut all, experts) = (ExpertMetrics::default(), self.experts as f64);
+        for sums in &layers {
             let (loads, rest) = sums.split_at(self.experts);
             let (probabilities, rest) = rest.split_at(self.experts);
             let [choices, tokens] = [loads, probabilities].map(|numbers| numbers.iter().sum::<f64>());
-            if choices == 0.0 {
-                continue;
-            }
-            let experts = self.experts as f64;
-            let most = loads.iter().fold(0.0_f64, |most, load| most.max(*load));
-            let products = loads
-                .iter()
-                .zip(probabilities)
-                .map(|(load, probability)| load * probability);
+            let most = loads.iter().copied().fold(0.0, f64::max);
+            let pairs = loads.iter().zip(probabilities);
+            let balance = pairs.map(|(load, probability)| load * probability).sum::<f64>();
             all.expert_load = all.expert_load.max(most * experts / choices);
-            all.expert_dropped += if self.is_bounded {
-                1.0 - rest[1] / choices
-            } else {
-                0.0
-            };
-            all.balance_loss += experts * products.sum::<f64>() / tokens.powi(2);
-            all.router_z_loss += rest[0] / tokens;
-            counted += 1.0;
+            all.expert_dropped += (1.0 - rest[1] / choices) / layers.len() as f64;
+            all.balance_loss += experts * balance / tokens.powi(2) / layers.len() as f64;
+            all.router_z_loss += rest[0] / tokens / layers.len() as f64;
         }
-        let means = [
-            &mut all.expert_dropped,
-            &mut all.balance_loss,
-            &mut all.router_z_loss,
-        ];
-        means.into_iter().for_each(|sum| *sum /= counted.max(1.0));
         all
     }
 }

@@ -8,13 +8,13 @@ use super::setup::Prepared;
 use super::step::TrainerParts;
 use super::world::is_restarted;
 use crate::config::{
-    Accumulate, LrScaling, Model, ModelKind, OffloadTarget, Recompute, Strategy, Sync, Train, TrainConfig,
-    Vocabulary,
+    Accumulate, Experts, LrScaling, Model, ModelKind, OffloadTarget, Recompute, Strategy, Sync, Train,
+    TrainConfig, Vocabulary,
 };
 use crate::data::{Dataset, Tokens};
 use crate::device::DType;
 use crate::mesh::Axis;
-use crate::model::Decoder;
+use crate::model::{AttentionKind, Decoder};
 use crate::ops::has_tensor_kernels;
 use crate::optim::{batch_factor, learning_rate};
 use crate::parallel::Dtypes;
@@ -105,21 +105,13 @@ impl Rows {
 
 /// `gpt2, 4 layers, 4 heads, width 128`; of a Mixtral also `2 of 8 experts`.
 fn model(config: &Model) -> String {
-    let Decoder {
-        attention,
-        experts,
-        names,
-        ..
-    } = Decoder::of(config);
-    let layers = counted(config.n_layer, "layer");
-    let heads = attention.map_or_else(String::new, |kind| format!(", {}", counted(kind.heads, "head")));
-    let experts = experts.map_or_else(String::new, |all| {
-        format!(", {} of {} experts", all.top_k, all.count)
-    });
-    format!(
-        "{}, {layers}{heads}{experts}, width {}",
-        names.kind, config.n_embd
-    )
+    let (decoder, layers) = (Decoder::of(config), counted(config.n_layer, "layer"));
+    let heads = |kind: AttentionKind| format!(", {}", counted(kind.heads, "head"));
+    let heads = decoder.attention.map_or_else(String::new, heads);
+    let experts = |all: Experts| format!(", {} of {} experts", all.top_k, all.count);
+    let experts = decoder.experts.map_or_else(String::new, experts);
+    let kind = decoder.names.kind;
+    format!("{kind}, {layers}{heads}{experts}, width {}", config.n_embd)
 }
 
 fn backend(trainer: &TrainerParts<'_>) -> String {
