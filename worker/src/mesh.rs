@@ -187,6 +187,12 @@ impl MeshShape {
         if self.shards_state { &SHARDED } else { &[] }
     }
 
+    /// Those of `axes` among them.
+    pub fn sharded_along(&self, axes: &[Axis]) -> Vec<Axis> {
+        let sharded = self.sharded().iter().copied();
+        sharded.filter(|axis| axes.contains(axis)).collect()
+    }
+
     /// The axes along which ranks hold different experts of a layer. None: every rank holds all of them.
     pub const fn expert_axes(&self) -> &'static [Axis] {
         if self.divides_experts { &EXPERTS } else { &[] }
@@ -273,11 +279,8 @@ const SAME_SIZE: &str =
 fn expert_ranks(parallel: &Parallel, data: usize) -> Result<usize, Problem> {
     let (expert, context) = (parallel.expert, parallel.context);
     let fits = |expert: &usize| expert.is_multiple_of(context) && data.is_multiple_of(expert / context);
-    if expert == 1 {
-        return Ok(1);
-    }
-    if expert > 0 && fits(&expert) {
-        return Ok(expert / context);
+    if expert == 1 || fits(&expert) {
+        return Ok((expert / context).max(1));
     }
     let below = (1..expert).rev().find(fits);
     let above = (expert + 1..=data * context).find(fits);

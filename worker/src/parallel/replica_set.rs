@@ -92,8 +92,12 @@ impl StateGroup {
     /// Every rank of the mesh must call it.
     fn new(mesh: &Mesh, axes: Vec<Axis>) -> Result<Self, CollectiveError> {
         let all = several(mesh, &axes)?.map_or_else(|| mesh.group(&axes), Ok)?;
-        let is_sharded = |axis: &Axis| mesh.shape().sharded().contains(axis);
-        let (sharded, copied): (Vec<_>, Vec<_>) = axes.iter().partition(|axis| is_sharded(axis));
+        let sharded = mesh.shape().sharded_along(&axes);
+        let copied: Vec<Axis> = axes
+            .iter()
+            .copied()
+            .filter(|axis| !sharded.contains(axis))
+            .collect();
         let shard = several(mesh, &sharded)?.unwrap_or_else(|| all.clone());
         Ok(Self {
             gathers: shard.clone(),
@@ -201,13 +205,11 @@ impl ReplicaSet {
     /// rank of the mesh must call it.
     pub fn gather_apart(&mut self, mesh: &Mesh) -> Result<(), CollectiveError> {
         for group in &mut self.groups {
-            let mut axes = group.axes.clone();
-            axes.retain(|axis| mesh.shape().sharded().contains(axis));
-            let names: Vec<&str> = axes.iter().map(|axis| axis.name()).collect();
             let name = match group.axes.len() {
                 all if all == GRADIENTS.len() => "parameters".into(),
-                _ => format!("parameters along {}", names.join(" × ")),
+                _ => format!("parameters along {:?}", group.axes),
             };
+            let axes = mesh.shape().sharded_along(&group.axes);
             group.gathers = mesh.group_for(&axes, &name)?;
         }
         Ok(())

@@ -107,7 +107,7 @@ impl Sharding {
                 unit_ranges[id.0] = (units.len(), at.start - range.start..at.end - range.start);
             }
             let axes = summed_over(&layout.spec(params[0]).roles);
-            let ranks = mesh.size(&cut_along(&axes, &mesh));
+            let ranks = mesh.size(&mesh.sharded_along(&axes));
             let start = units.last().map_or(0, |unit| unit.whole.end);
             let shard = units.last().map_or(0, |unit| unit.shard.end);
             let len = range.len().next_multiple_of(ranks * CHUNK);
@@ -245,16 +245,10 @@ impl Sharding {
 
     /// The slice of a unit that a rank owns.
     fn slice(&self, unit: &ShardUnit, rank: usize) -> Range<usize> {
-        let index = self.mesh.index(rank, &cut_along(&unit.axes, &self.mesh));
+        let index = self.mesh.index(rank, &self.mesh.sharded_along(&unit.axes));
         let each = unit.shard.len();
         index * each..(index + 1) * each
     }
-}
-
-/// The axes along which a unit is cut whose gradients are summed over `axes`.
-fn cut_along(axes: &[Axis], mesh: &MeshShape) -> Vec<Axis> {
-    let is_summed = |axis: &Axis| axes.contains(axis);
-    mesh.sharded().iter().copied().filter(is_summed).collect()
 }
 
 /// A part of a parameter that this rank owns.
