@@ -250,7 +250,7 @@ pub struct WorkerExit {
     #[prost(bool, tag = "18")]
     pub stdout_in_tail: bool,
 }
-/// All workers of the generation are gone from this node.
+/// No worker of this node trains in the generation any more: all are gone, or parked until the next one.
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct NodeStopped {
     /// Workers that did not end with 0, in order of their ends, without their stderr: 32 at most of those that ended by

@@ -89,6 +89,9 @@ pub enum ToAgent {
         /// before signals follow. One that only sends is stopped like a program without a connection.
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
         listens: bool,
+        /// The speaker has left its generation, which is over, and parks: the answer is its assignment in the next one.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        outlives: bool,
     },
     /// "I live": sent at least every 2 seconds, and at the end of each step.
     Heartbeat {

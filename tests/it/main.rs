@@ -35,6 +35,7 @@ mod out_of_memory;
 mod outage;
 mod output;
 mod parallel_examples;
+mod parking;
 mod pid_one;
 mod pipelines;
 mod planner;

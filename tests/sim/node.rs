@@ -3,7 +3,7 @@
 //! What `launcher/src/agent/driver` and `daemon` do with processes, streams and timers is done here in the world's time.
 //! Nothing is decided here.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
 use ddp_launcher::decisions::{
@@ -89,15 +89,18 @@ pub(crate) struct Group {
     pub(crate) assignment: Option<(Origin, Assignment)>,
     /// Nothing was started yet.
     preparing: bool,
-    workers: Vec<Worker>,
+    workers: BTreeMap<LocalRank, Worker>,
 }
 
 /// One worker process.
 #[derive(Debug)]
 struct Worker {
+    /// Of a worker in one generation.
     id: u64,
     rank: u32,
     is_alive: bool,
+    /// It has left its generation.
+    is_parked: bool,
     ending: Option<Ending>,
     /// The last signal that the agent sent it.
     sent: Option<i32>,
@@ -139,19 +142,35 @@ impl Node {
     }
 
     pub(crate) fn has_live_workers(&self) -> bool {
-        self.group.workers.iter().any(|worker| worker.is_alive)
+        self.group.workers.values().any(|worker| worker.is_alive)
+    }
+
+    /// Workers that the agent is to leave alone until its next assignment.
+    fn parked(&self) -> Vec<LocalRank> {
+        let workers = self.group.workers.iter();
+        let is_parked = |rank: &LocalRank| self.machine.is_parked(*rank);
+        workers
+            .filter(|(rank, worker)| worker.is_alive && is_parked(rank))
+            .map(|(rank, _)| *rank)
+            .collect()
+    }
+
+    /// Workers that live, and are not parked.
+    fn has_workers_at_large(&self) -> bool {
+        let live = self.group.workers.values().filter(|worker| worker.is_alive);
+        live.count() > self.parked().len()
     }
 
     /// All of its workers have done their work.
     fn is_finishing(&self) -> bool {
         let workers = &self.group.workers;
-        !workers.is_empty() && workers.iter().all(|worker| worker.is_finished)
+        !workers.is_empty() && workers.values().all(|worker| worker.is_finished)
     }
 
     /// How its workers ended that did not end with 0.
     fn ends(&self) -> NodeStopped {
         let bad = |worker: &&Worker| worker.ending.is_some_and(|ending| !ending.is_success());
-        let exits = self.group.workers.iter().filter(bad);
+        let exits = self.group.workers.values().filter(bad);
         NodeStopped {
             exits: exits.map(Worker::exit).collect(),
             ..NodeStopped::default()
@@ -297,6 +316,8 @@ impl World {
     /// The guardian kills the workers of an agent that may be stopped itself.
     pub(crate) fn guard(&mut self, number: usize) {
         let is_over = self.nodes[number].takeover.ends_at() <= Some(self.clock(number));
+        // The agent watches no other ones.
+        let is_over = is_over && self.nodes[number].machine.has_workers();
         for id in self.live_workers(number) {
             if is_over {
                 self.note("workers that the guardian killed");
@@ -313,7 +334,7 @@ impl World {
                 println!("{:>9.3}  node {number}: {event:?}", self.now.as_secs_f64());
             }
             let node = &mut self.nodes[number];
-            let listens = self.jobs[node.job].listens && node.has_live_workers();
+            let listens = self.jobs[node.job].listens && node.has_workers_at_large();
             node.machine.set_listening(listens);
             let finishing = self.jobs[node.job].native && node.is_finishing();
             node.machine.set_finishing(finishing);
@@ -382,7 +403,7 @@ impl World {
             Effect::SignalLate(local_rank, signal) => self.signal(number, Some(local_rank), signal),
             Effect::KillStray(_) => panic!("node {number} has started workers of a generation that is over"),
             Effect::DrainControl(local_rank) => {
-                let worker = node.group.workers.get(local_rank.0 as usize);
+                let worker = node.group.workers.get(&local_rank);
                 let drained = Event::ControlDrained {
                     generation,
                     local_rank,
@@ -391,13 +412,13 @@ impl World {
                 self.soon(number, 50, NodeEvent::Decides(drained));
             }
             Effect::Describe(local_rank) => {
-                if let Some(worker) = node.group.workers.get(local_rank.0 as usize) {
+                if let Some(worker) = node.group.workers.get(&local_rank) {
                     let described = Event::Described(worker.exit());
                     self.soon(number, 50, NodeEvent::Decides(described));
                 }
             }
             Effect::Sweep => {
-                assert!(!node.has_live_workers(), "swept, but a worker lives");
+                assert!(!node.has_workers_at_large(), "swept, but a worker lives");
                 let swept = Event::Swept { stuck: vec![] };
                 self.soon(number, 30, NodeEvent::Decides(swept));
             }
@@ -454,7 +475,7 @@ impl World {
     fn prepare(&mut self, number: usize, generation: Generation, assignment: Assignment) {
         let node = &mut self.nodes[number];
         assert!(
-            !node.has_live_workers(),
+            !node.has_workers_at_large(),
             "node {number} starts workers beside others"
         );
         let job = &self.jobs[node.job].name;
@@ -465,10 +486,13 @@ impl World {
             id: AssignmentId::of(&assignment),
         };
         node.written.clear();
+        let parked = node.parked();
+        let mut workers = std::mem::take(&mut node.group.workers);
+        workers.retain(|local_rank, _| parked.contains(local_rank));
         node.group = Group {
             assignment: Some((origin, assignment)),
             preparing: true,
-            workers: Vec::new(),
+            workers,
         };
         self.soon(number, 300, NodeEvent::Prepared(generation));
     }
@@ -489,24 +513,34 @@ impl World {
             self.ids += 1;
             let worker = self.ids;
             let rank = own.first_rank + local_rank;
+            let parked = self.nodes[number].group.workers.get(&LocalRank(local_rank));
+            let parked = parked.map(|parked| parked.is_alive);
+            if parked == Some(false) {
+                // It has died since, which the agent does not know yet.
+                self.spawned(number, generation, local_rank);
+                continue;
+            }
+            if parked == Some(true) {
+                self.note("worker that outlives a generation");
+            }
             self.witness.born(worker, &origin, rank, &assignment);
             // Some failures only follow from another rank's, real or not.
             let by_code = number.is_multiple_of(2);
-            self.nodes[number].group.workers.push(Worker {
+            let begun = Worker {
                 id: worker,
                 rank,
                 is_alive: true,
+                is_parked: false,
                 ending: None,
                 sent: None,
                 is_finished: false,
                 consequence: fails && by_code && number.is_multiple_of(3),
-            });
-            let spawned = SpawnEvent::Spawned {
-                generation,
-                local_rank: LocalRank(local_rank),
-                pid: 1000 + worker as i32,
             };
-            self.decide(number, Event::Spawn(spawned));
+            self.nodes[number]
+                .group
+                .workers
+                .insert(LocalRank(local_rank), begun);
+            self.spawned(number, generation, local_rank);
             let ending = match (fails && local_rank == culprit, by_code) {
                 (false, _) => Ending::Code(0),
                 (true, true) => Ending::Code(10 + number as i32 % 100),
@@ -523,47 +557,85 @@ impl World {
         self.use_store(number);
     }
 
+    fn spawned(&mut self, number: usize, generation: Generation, local_rank: u32) {
+        let spawned = SpawnEvent::Spawned {
+            generation,
+            local_rank: LocalRank(local_rank),
+            pid: 1000 + self.ids as i32,
+        };
+        self.decide(number, Event::Spawn(spawned));
+    }
+
+    /// A worker leaves its generation, which its launcher has told it to be over.
+    pub(crate) fn worker_parks(&mut self, number: usize, id: u64) {
+        let node = &mut self.nodes[number];
+        let mut workers = node.group.workers.iter_mut();
+        let Some((local_rank, worker)) = workers.find(|(_, worker)| worker.id == id) else {
+            return;
+        };
+        if !worker.is_alive || worker.is_parked {
+            return;
+        }
+        worker.is_parked = true;
+        if let Some((origin, _)) = &node.group.assignment {
+            self.witness.died(id, origin, worker.rank);
+        }
+        let parked = Event::Parked(*local_rank);
+        self.on_node(number, NodeEvent::Decides(parked));
+    }
+
     /// A process ends, whether its agent can notice it or not.
     pub(crate) fn worker_ends(&mut self, number: usize, id: u64, ending: Ending, is_finished: bool) {
         let node = &mut self.nodes[number];
-        let Some(local_rank) = node.group.workers.iter().position(|worker| worker.id == id) else {
+        let mut workers = node.group.workers.iter_mut();
+        let Some((local_rank, worker)) = workers.find(|(_, worker)| worker.id == id) else {
             return;
         };
-        let worker = &mut node.group.workers[local_rank];
-        if !std::mem::take(&mut worker.is_alive) {
+        // One that is parked does not work any more.
+        if worker.is_parked && is_finished || !std::mem::take(&mut worker.is_alive) {
             return;
         }
         worker.ending = Some(ending);
         worker.is_finished = is_finished && ending.is_success();
-        if let Some((origin, _)) = &node.group.assignment {
+        if let Some((origin, _)) = node.group.assignment.as_ref().filter(|_| !worker.is_parked) {
             self.witness.died(id, origin, worker.rank);
         }
         let exited = Event::Exited {
-            local_rank: LocalRank(local_rank as u32),
+            local_rank: *local_rank,
             ending,
         };
         self.on_node(number, NodeEvent::Decides(exited));
     }
 
-    /// Workers that listen on the control socket are told to end; most do.
+    /// Workers that listen on the control socket are told to end; most do, or park where a generation is over.
     fn notify(&mut self, number: usize, ending: Ending) {
         let job = &self.jobs[self.nodes[number].job];
         if !job.listens {
             return;
         }
+        let outlives = job.outlives && !ending.is_success();
         for id in self.live_workers(number) {
             if self.rng.random_bool(0.8) {
                 let delay = self.pause(3000);
-                self.later(delay, SimEvent::WorkerEnds(number, id, ending, false));
+                let parks = outlives && !id.is_multiple_of(5);
+                self.later(
+                    delay,
+                    if parks {
+                        SimEvent::WorkerParks(number, id)
+                    } else {
+                        SimEvent::WorkerEnds(number, id, ending, false)
+                    },
+                );
             }
         }
     }
 
     fn signal(&mut self, number: usize, only: Option<LocalRank>, signal: i32) {
-        let workers = self.nodes[number].group.workers.iter_mut().enumerate();
+        let parked = self.nodes[number].parked();
+        let workers = self.nodes[number].group.workers.iter_mut();
         let mut ids = Vec::new();
-        for (local_rank, worker) in workers {
-            if worker.is_alive && only.is_none_or(|only| only.0 as usize == local_rank) {
+        for (local_rank, worker) in workers.filter(|(local_rank, _)| !parked.contains(local_rank)) {
+            if worker.is_alive && only.is_none_or(|only| only == *local_rank) {
                 worker.sent = Some(signal);
                 ids.push(worker.id);
             }
@@ -586,8 +658,8 @@ impl World {
         let rank = self.nodes[number]
             .group
             .workers
-            .iter()
-            .find(|worker| worker.is_alive);
+            .values()
+            .find(|worker| worker.is_alive && !worker.is_parked);
         let rank = rank.map(|worker| worker.rank);
         let delay = self.pause(300);
         for id in self.live_workers(number) {
@@ -612,7 +684,8 @@ impl World {
         for number in (0..self.nodes.len()).filter(|number| *number != dead) {
             let group = &mut self.nodes[number].group;
             let is_peer = group.assignment.as_ref().map(|(origin, _)| origin) == origin.as_ref();
-            if let Some(worker) = group.workers.iter_mut().find(|worker| is_peer && worker.is_alive) {
+            let is_at_work = |worker: &&mut Worker| is_peer && worker.is_alive && !worker.is_parked;
+            if let Some(worker) = group.workers.values_mut().find(is_at_work) {
                 worker.consequence = true;
                 let (id, witness) = (worker.id, worker.rank);
                 self.note("peer that sees a node die");
@@ -642,7 +715,7 @@ impl World {
     }
 
     fn live_workers(&self, number: usize) -> Vec<u64> {
-        let workers = self.nodes[number].group.workers.iter();
+        let workers = self.nodes[number].group.workers.values();
         workers
             .filter(|worker| worker.is_alive)
             .map(|worker| worker.id)

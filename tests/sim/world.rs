@@ -47,6 +47,8 @@ pub(crate) enum SimEvent {
     Node(usize, NodeEvent),
     /// A worker of a node ends, by itself or because it was told to; true: with all of its work done.
     WorkerEnds(usize, u64, Ending, bool),
+    /// A worker of a node leaves its generation, and waits for the next one.
+    WorkerParks(usize, u64),
     /// A worker calls the store.
     Asks(Call),
     /// The call arrives at a daemon.
@@ -209,6 +211,8 @@ impl World {
     fn rest(mut self) -> Outcome {
         for (number, node) in self.nodes.iter().enumerate() {
             assert!(node.is_gone(), "node {number} is stuck: {node:#?}");
+            let lives = node.has_live_workers();
+            assert!(!lives, "a worker outlives node {number}: {node:#?}");
         }
         assert!(self.calls.is_empty(), "calls without an answer: {:?}", self.calls);
         for daemon in self.daemons.iter().filter(|daemon| daemon.is_alive) {
@@ -304,6 +308,7 @@ impl World {
             SimEvent::WorkerEnds(number, worker, ending, is_finished) => {
                 self.worker_ends(number, worker, ending, is_finished);
             }
+            SimEvent::WorkerParks(number, worker) => self.worker_parks(number, worker),
             SimEvent::Asks(call) => self.ask(call),
             SimEvent::Receives(daemon, call) => self.receive_call(daemon, call),
             SimEvent::Starts(host) => self.start(host),

@@ -140,6 +140,7 @@ impl<'a> WorkerConnection<'a> {
             generation,
             pid: claimed,
             listens,
+            outlives,
         })) = hello
         else {
             return Err(ConnectionError::NoHello { pid });
@@ -153,7 +154,13 @@ impl<'a> WorkerConnection<'a> {
                 ours: u64::try_from(pid).ok(),
             });
         }
-        let (store, assignment) = match await_context(hub, pid, local_rank, generation).await {
+        let (mut generation, mut context) =
+            (generation, await_context(hub, pid, local_rank, generation).await);
+        if outlives && context.is_ok() {
+            generation = park(hub, pid, local_rank, generation, &mut lines).await?;
+            context = await_context(hub, pid, local_rank, generation).await;
+        }
+        let (store, assignment) = match context {
             Ok(context) => context,
             Err(refusal) => {
                 if matches!(refusal, ConnectionError::BadHello { key: GENERATION, .. })
@@ -420,6 +427,56 @@ async fn await_context(
         data_key: context.data_key.clone(),
     }));
     Ok((context.store.clone(), assignment))
+}
+
+/// Waits until `generation` is over, tells the agent that the worker lives on, and waits for the next generation.
+async fn park(
+    hub: &Hub,
+    pid: i32,
+    local_rank: LocalRank,
+    generation: Generation,
+    lines: &mut Lines<OwnedReadHalf>,
+) -> Result<Generation, ConnectionError> {
+    let mut watch = hub.context.clone();
+    let left = watch.wait_for(|context| {
+        context.as_ref().is_none_or(|context| {
+            context.generation != generation || context.over.is_some() || context.asked_to_stop.is_some()
+        })
+    });
+    // A worker may know before the agent that another one has failed.
+    if !timeout(GREETING_BOUND, left)
+        .await
+        .is_ok_and(|context| context.is_ok())
+    {
+        return Err(ConnectionError::BadHello {
+            pid,
+            key: "outlives",
+            theirs: 1,
+            ours: Some(0),
+        });
+    }
+    let parked = ControlEvent {
+        generation,
+        local_rank,
+        news: ControlNews::Parked,
+    };
+    // The agent may be gone.
+    let _ = hub.events.send(parked).await;
+    let is_next = |context: &WorkerContext| context.generation != generation;
+    let next = watch.wait_for(|context| context.as_ref().is_some_and(is_next));
+    tokio::pin!(next);
+    loop {
+        // Cancel safe: `Lines::next` keeps what it has read of a line; the other is polled again.
+        tokio::select! {
+            context = &mut next => {
+                let context = context.ok().and_then(|context| Some(context.as_ref()?.generation));
+                return context.ok_or(ConnectionError::NoHello { pid });
+            }
+            line = lines.next() => if line?.is_none() {
+                return Err(io::Error::from(io::ErrorKind::UnexpectedEof).into());
+            }
+        }
+    }
 }
 
 /// Reads what a worker might say; how many messages and lines of newer builds there were. For `tests/fuzz`.

@@ -26,6 +26,8 @@ pub(crate) enum ControlNews {
     Message(ToAgent),
     /// The agent closed a connection, for this reason.
     Refused(String),
+    /// The worker has left its generation and waits for the next one.
+    Parked,
     /// The last connection of the worker has ended.
     Disconnected,
 }

@@ -24,9 +24,9 @@ pub(crate) enum KillTargets<'a> {
         sessions: &'a BTreeSet<i32>,
         launcher_id: &'a str,
     },
-    /// Used by the launcher itself: all its descendants but this one and its children. As the launcher is a
+    /// Used by the launcher itself: all its descendants but these and their children. As the launcher is a
     /// child subreaper, orphans are its children and nothing escapes.
-    Descendants { spared: i32 },
+    Descendants { spared: &'a [i32] },
     /// The members of these sessions but their leaders, which are dead and hold the numbers; with a control group,
     /// those of them that are in it.
     Sessions {
@@ -46,7 +46,7 @@ impl KillTargets<'_> {
             Self::Launcher { sessions, .. } => {
                 of(&|entry| sessions.contains(&entry.session) || sessions.contains(&entry.group))
             }
-            Self::Descendants { spared } => descendants(processes, Pid::this().as_raw(), *spared),
+            Self::Descendants { spared } => descendants(processes, Pid::this().as_raw(), spared),
             Self::Sessions { sessions, .. } => {
                 of(&|entry| sessions.contains(&entry.session) && !sessions.contains(&entry.pid))
             }
@@ -127,7 +127,7 @@ fn alive(processes: &[ProcessEntry]) -> impl Iterator<Item = &ProcessEntry> {
         .filter(move |entry| !entry.zombie && entry.pid != me)
 }
 
-fn descendants(processes: &[ProcessEntry], root: i32, spared: i32) -> Vec<i32> {
+fn descendants(processes: &[ProcessEntry], root: i32, spared: &[i32]) -> Vec<i32> {
     let mut children: BTreeMap<i32, Vec<&ProcessEntry>> = BTreeMap::new();
     for entry in processes {
         children.entry(entry.parent).or_default().push(entry);
@@ -137,7 +137,7 @@ fn descendants(processes: &[ProcessEntry], root: i32, spared: i32) -> Vec<i32> {
     while let Some(parent) = open.pop() {
         // Removed, so that even a table that changed under the reader cannot send it in circles.
         for child in children.remove(&parent).unwrap_or_default() {
-            if child.pid == spared {
+            if spared.contains(&child.pid) {
                 continue;
             }
             open.push(child.pid);
@@ -176,7 +176,7 @@ mod tests {
             entry(20, 1, 20),
         ];
         table[1].zombie = true;
-        let mut found = descendants(&table, 10, 13);
+        let mut found = descendants(&table, 10, &[13]);
         found.sort_unstable();
         assert_eq!(
             found,

@@ -44,6 +44,7 @@ impl Session {
             generation: session.env.generation,
             pid: std::process::id(),
             listens,
+            outlives: false,
         });
         session
     }

@@ -247,6 +247,7 @@ pub(crate) fn control_lines() -> Target {
         generation: Generation(1),
         pid: 77,
         listens: true,
+        outlives: false,
     };
     let heartbeat = ToAgent::Heartbeat {
         step: 7,

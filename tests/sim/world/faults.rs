@@ -16,7 +16,7 @@ use super::{SimEvent, World};
 use crate::node::NodeEvent;
 
 /// Every kind of fault and of world, as [`World::note`] counts them: a run of the simulation that lacks one proves less.
-pub(crate) const KINDS: [&str; 27] = [
+pub(crate) const KINDS: [&str; 28] = [
     "agent killed",
     "agent stalled",
     "agent stopped by a signal",
@@ -43,6 +43,7 @@ pub(crate) const KINDS: [&str; 27] = [
     "stream broken",
     "streams of all nodes broken",
     "two daemons",
+    "worker that outlives a generation",
     "workers that the guardian killed",
 ];
 

@@ -28,6 +28,8 @@ pub(crate) struct JobPlan {
     pub(crate) native: bool,
     /// Its workers listen on the control socket.
     pub(crate) listens: bool,
+    /// They can go on in another generation.
+    pub(crate) outlives: bool,
     /// Every node asks for a rank of its own.
     pub(crate) ranks_asked: bool,
     /// How long its agents wait for a daemon that is out of reach.
@@ -96,7 +98,10 @@ impl World {
 
     fn quiet(seed: u64, loud: bool) -> Self {
         let mut rng = StdRng::seed_from_u64(seed);
-        let jobs = plan_jobs(&mut rng);
+        let mut jobs = plan_jobs(&mut rng);
+        for job in &mut jobs {
+            job.outlives = seed % 2 == 1;
+        }
         let hosts = jobs.last().map_or(0, |job| job.hosts.end);
         let config = Config {
             agent_queue: if rng.random_bool(0.2) { 1 } else { 64 },
@@ -293,6 +298,7 @@ fn plan_jobs(rng: &mut StdRng) -> Vec<JobPlan> {
             max_nodes,
             native: rng.random_bool(0.3),
             listens: rng.random_bool(0.5),
+            outlives: false,
             ranks_asked: spares == 0 && rng.random_bool(0.2),
             patience: Duration::from_secs(if rng.random_bool(0.2) { 20 } else { 60 }),
             hosts,

@@ -120,6 +120,7 @@ impl Link {
             generation: env.generation,
             pid: std::process::id(),
             listens: true,
+            outlives: false,
         });
         // From here on a write may block for as long as the agent does not read: only the writer thread
         // writes, and a shutdown of the socket wakes it.

@@ -345,6 +345,7 @@ impl<'a> Driver<'a> {
         let local_rank = event.local_rank;
         let message = match event.news {
             ControlNews::Message(message) => message,
+            ControlNews::Parked => return self.events.push_back(Event::Parked(local_rank)),
             ControlNews::Disconnected => return self.worker_group.disconnected(local_rank),
             ControlNews::Refused(why) => return self.tell_refused(local_rank, &why),
         };
@@ -441,13 +442,17 @@ impl<'a> Driver<'a> {
             Effect::Notify(cause) => self.control.generation_over(&cause),
             Effect::AskToStop(cause) => self.control.ask_to_stop(&cause),
             Effect::SignalAll(signal) => {
-                self.worker_group.signal(signal, |_| true);
-                if let (libc::SIGKILL, Some(group)) = (signal, &self.launch.group) {
+                let is_meant = |local_rank| !self.machine.is_parked(local_rank);
+                self.worker_group.signal(signal, is_meant);
+                if let (libc::SIGKILL, Some(group)) = (signal, &self.launch.group)
+                    && self.parked().is_empty()
+                {
                     group.kill();
                 }
             }
             Effect::SignalUnasked(signal) => {
-                let is_unasked = |local_rank| !self.control.listens(local_rank);
+                let (machine, control) = (&self.machine, &self.control);
+                let is_unasked = |rank| !machine.is_parked(rank) && !control.listens(rank);
                 self.worker_group.signal(signal, is_unasked);
             }
             Effect::SignalLate(late, signal) => {
@@ -484,11 +489,20 @@ impl<'a> Driver<'a> {
 
     /// Has all made that the workers of a generation need; [`LoopEvent::Prepared`] is what follows.
     fn prepare(&mut self, generation: Generation, assignment: Assignment) {
-        self.worker_group = WorkerGroup::none();
+        let machine = &self.machine;
+        let parked = self
+            .worker_group
+            .parked(|local_rank| machine.is_parked(local_rank));
+        self.worker_group = parked;
+        let parked = self
+            .parked()
+            .into_iter()
+            .map(|(local_rank, _)| local_rank)
+            .collect();
         let agent_store = self.master_endpoint.host(&self.launch, &assignment);
         let prepared = self
             .starter
-            .prepare(&self.launch, generation, assignment, agent_store);
+            .prepare(&self.launch, generation, assignment, agent_store, parked);
         self.inbox.expect(prepared);
     }
 
@@ -512,11 +526,13 @@ impl<'a> Driver<'a> {
         }
     }
 
-    fn spawn(&mut self, generation: Generation, prepared: Prepared) -> Result<(), ExitReason> {
+    fn spawn(&mut self, generation: Generation, mut prepared: Prepared) -> Result<(), ExitReason> {
         let Some(client) = self.daemon.client().cloned() else {
             let error = "invalid assignment from the rendezvous daemon: it arrived without a connection";
             return Err(ExitReason::internal(error.into()));
         };
+        let parked = self.parked();
+        prepared.adopt(std::mem::replace(&mut self.worker_group, WorkerGroup::none()));
         self.worker_group = prepared.worker_group;
         self.records.generation_begins();
         let scope = KvScope {
@@ -536,6 +552,13 @@ impl<'a> Driver<'a> {
             asked_to_stop: None,
             over: None,
         });
+        for (local_rank, pid) in parked {
+            self.on_spawn(SpawnEvent::Spawned {
+                generation,
+                local_rank,
+                pid,
+            });
+        }
         let cancelled = self.worker_group.cancelled.clone();
         self.starter
             .request(&self.launch, generation, prepared.specs, cancelled)
@@ -556,10 +579,19 @@ impl<'a> Driver<'a> {
         ));
     }
 
-    /// Kills all that is left of the workers.
+    /// Workers that wait for the next generation.
+    fn parked(&self) -> Vec<(LocalRank, i32)> {
+        self.worker_group
+            .pids_of(|local_rank| self.machine.is_parked(local_rank))
+    }
+
+    /// Kills all that is left of the workers, but those that are parked.
     fn sweep(&mut self) {
-        let (guardian, group) = (self.launch.guardian.pid(), self.launch.group.clone());
-        let kill = move || tasks::kill_leftovers(guardian, group.as_deref());
+        let mut spared: Vec<i32> = self.parked().into_iter().map(|(_, pid)| pid).collect();
+        let streams = self.worker_group.streams(&spared);
+        let group = self.launch.group.clone().filter(|_| spared.is_empty());
+        spared.push(self.launch.guardian.pid());
+        let kill = move || tasks::kill_leftovers(&spared, group.as_deref());
         let kill = self.launch.processes.give(kill);
         let failed = self.worker_group.files_of_failures_without_message();
         let log_dir = self.launch.plan.log_dir.clone();
@@ -567,7 +599,6 @@ impl<'a> Driver<'a> {
             .launch
             .files
             .give(move || tasks::read_left_files(failed, log_dir.as_deref()));
-        let streams = self.worker_group.streams();
         self.inbox.expect(tasks::sweep(kill, read, streams));
     }
 }

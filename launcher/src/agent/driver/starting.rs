@@ -5,7 +5,7 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use ddp_proto::ids::Generation;
+use ddp_proto::ids::{Generation, LocalRank};
 use ddp_proto::rendezvous::{Assignment, Join};
 use tokio::sync::mpsc;
 
@@ -85,13 +85,15 @@ impl Starter {
         }
     }
 
-    /// Makes all that the workers of a generation need, where `agent_store` says whether one of them hosts PyTorch's store.
+    /// Makes all that the workers of a generation need, but those that are parked. `agent_store` says whether one of them
+    /// hosts PyTorch's store.
     pub(super) fn prepare(
         &mut self,
         launch: &LaunchContext<'_>,
         generation: Generation,
         assignment: Assignment,
         agent_store: Result<bool, ExitReason>,
+        parked: BTreeSet<LocalRank>,
     ) -> impl Future<Output = LoopEvent> + Send + use<> {
         self.run_token.clone_from(&assignment.run_token);
         self.preparing = true;
@@ -106,6 +108,7 @@ impl Starter {
             scratch_dir: launch.guardian.scratch_dir().to_owned(),
             control: self.control.clone(),
             agent_store,
+            parked,
             group,
         });
         let (files, reader) = (launch.files.clone(), launch.reader.clone());

@@ -67,13 +67,13 @@ pub(super) fn read_left_files(failed: Vec<(LocalRank, WorkerFiles)>, log_dir: Op
     }
 }
 
-/// Kills all that is left of the workers, but not the guardian, our descendant too; gives those that are left after
+/// Kills all that is left of the workers, but not the `spared`, our descendants too; gives those that are left after
 /// [`SWEEP_BOUND`]. Blocks.
-pub(super) fn kill_leftovers(guardian: i32, group: Option<&WorkerCgroup>) -> Vec<i32> {
+pub(super) fn kill_leftovers(spared: &[i32], group: Option<&WorkerCgroup>) -> Vec<i32> {
     if let Some(group) = group {
         group.kill();
     }
-    KillTargets::Descendants { spared: guardian }.kill_all(SWEEP_BOUND)
+    KillTargets::Descendants { spared }.kill_all(SWEEP_BOUND)
 }
 
 /// Waits until what is left of the workers is killed, for the end of their output, and for what `read` finds in files.

@@ -38,6 +38,8 @@ pub enum Event {
         /// How it ended.
         ending: Ending,
     },
+    /// A worker has left its generation, and waits for the next one.
+    Parked(LocalRank),
     /// All that a worker said on the control socket before it ended has arrived.
     ControlDrained {
         /// Its generation.
@@ -79,9 +81,9 @@ pub enum Effect {
     Notify(String),
     /// Ask all workers to stop at the next step boundary.
     AskToStop(String),
-    /// Send this signal to all live workers.
+    /// Send this signal to all live workers that are not parked.
     SignalAll(i32),
-    /// Send this signal to all live workers that do not listen on the control socket.
+    /// Send this signal to those of them that do not listen on the control socket.
     SignalUnasked(i32),
     /// Send this signal to a worker that was started while the others were being stopped.
     SignalLate(LocalRank, i32),
@@ -91,7 +93,7 @@ pub enum Effect {
     DrainControl(LocalRank),
     /// Collect what is known of a failed worker, then [`Event::Described`].
     Describe(LocalRank),
-    /// Kill all that is left of the workers, then [`Event::Swept`].
+    /// Kill all that is left of the workers that are not parked, then [`Event::Swept`].
     Sweep,
     /// Give [`Event::Alarm`] after this time, instead of any set before.
     Arm(Duration),

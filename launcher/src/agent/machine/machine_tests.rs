@@ -1,6 +1,8 @@
 use ddp_proto::rendezvous::refused::Code;
 use ddp_proto::rendezvous::{JobOver, Leave, NodeAssignment, Refused, Waiting};
 
+#[path = "parking_tests.rs"]
+mod parking;
 #[path = "spawning_tests.rs"]
 mod spawning;
 

@@ -1,4 +1,7 @@
-//! The workers of this node, as far as decisions depend on them: who runs, who has ended, and whether more are started.
+//! The workers of this node, as far as decisions depend on them: who runs, who is parked, who has ended, and whether more
+//! are started.
+
+use std::collections::BTreeMap;
 
 use ddp_proto::ids::LocalRank;
 
@@ -8,47 +11,69 @@ use crate::supervise::ending::Ending;
 enum Member {
     Waiting,
     Running,
+    /// It has left its generation, and lives until it is told of the next one.
+    Parked,
     Ended(Ending),
 }
 
 /// All of a generation, by local rank.
 #[derive(Debug, Default, PartialEq)]
 pub(super) struct Members {
-    members: Vec<Member>,
+    members: BTreeMap<LocalRank, Member>,
     /// More may be started. It can outlast the generation.
     spawning: bool,
 }
 
 impl Members {
-    /// `count` workers that have not started.
-    pub(super) fn waiting(count: u32) -> Self {
-        Self {
-            members: vec![Member::Waiting; count as usize],
-            spawning: true,
+    /// Those of the next generation, `count`: none has started, but some may be parked.
+    pub(super) fn assign(&mut self, count: u32) {
+        self.forget();
+        for local_rank in (0..count).map(LocalRank) {
+            self.members.entry(local_rank).or_insert(Member::Waiting);
         }
+        self.spawning = true;
     }
 
     /// False if there is no such worker.
     pub(super) fn spawned(&mut self, local_rank: LocalRank) -> bool {
-        let member = self.members.get_mut(local_rank.0 as usize);
+        let member = self.members.get_mut(&local_rank);
         member.map(|member| *member = Member::Running).is_some()
     }
 
     /// No more will be started: those that were not are none of them.
     pub(super) fn spawn_ended(&mut self) {
         self.spawning = false;
-        self.members.retain(|member| *member != Member::Waiting);
+        self.members.retain(|_, member| *member != Member::Waiting);
+    }
+
+    pub(super) fn parked(&mut self, local_rank: LocalRank) {
+        if let Some(member @ Member::Running) = self.members.get_mut(&local_rank) {
+            *member = Member::Parked;
+        }
+    }
+
+    /// No generation follows for those that are parked. False if none is.
+    pub(super) fn unpark(&mut self) -> bool {
+        let mut any = false;
+        for member in self.members.values_mut().filter(|member| member.is_parked()) {
+            (*member, any) = (Member::Running, true);
+        }
+        any
+    }
+
+    pub(super) fn is_parked(&self, local_rank: LocalRank) -> bool {
+        self.members.get(&local_rank).is_some_and(Member::is_parked)
     }
 
     pub(super) fn ended(&mut self, local_rank: LocalRank, ending: Ending) {
-        if let Some(member) = self.members.get_mut(local_rank.0 as usize) {
+        if let Some(member) = self.members.get_mut(&local_rank) {
             *member = Member::Ended(ending);
         }
     }
 
-    /// Nothing more is known of them.
+    /// Nothing more is known of them, but who is parked.
     pub(super) fn forget(&mut self) {
-        self.members.clear();
+        self.members.retain(|_, member| member.is_parked());
     }
 
     pub(super) fn is_spawning(&self) -> bool {
@@ -59,23 +84,27 @@ impl Members {
         self.members.is_empty()
     }
 
-    /// All have ended, and no more will come.
+    /// All have ended or are parked, and no more will come.
     pub(super) fn are_gone(&self) -> bool {
-        let has_ended = |member: &Member| matches!(member, Member::Ended(_));
-        !self.spawning && self.members.iter().all(has_ended)
+        let is_gone = |member: &Member| matches!(member, Member::Ended(_) | Member::Parked);
+        !self.spawning && self.members.values().all(is_gone)
     }
 
     /// Those that ended with 0: all of them, if there were any.
     pub(super) fn all_succeeded(&self) -> bool {
-        !self.is_empty() && self.members.iter().all(Member::has_succeeded)
+        !self.is_empty() && self.members.values().all(Member::has_succeeded)
     }
 
     pub(super) fn any_succeeded(&self) -> bool {
-        self.members.iter().any(Member::has_succeeded)
+        self.members.values().any(Member::has_succeeded)
     }
 }
 
 impl Member {
+    fn is_parked(&self) -> bool {
+        *self == Self::Parked
+    }
+
     fn has_succeeded(&self) -> bool {
         matches!(self, Self::Ended(ending) if ending.is_success())
     }

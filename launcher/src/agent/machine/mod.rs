@@ -13,7 +13,7 @@
 //! |---|---|
 //! | `event` | the words in which the machine and its driver speak |
 //! | `exit_reason` | the ways in which a launch ends, with their exit codes |
-//! | `members` | who of the workers runs, and who has ended |
+//! | `members` | who of the workers runs, is parked, and has ended |
 //! | `blame` | which of the failed workers is the cause |
 //! | `stop` | the one stop routine |
 
@@ -176,6 +176,11 @@ impl Machine {
         ended && (self.finishing || !self.rules.native)
     }
 
+    /// Whether this worker has left its generation, and waits for the next one.
+    pub fn is_parked(&self, local_rank: LocalRank) -> bool {
+        self.members.is_parked(local_rank)
+    }
+
     /// True while the spawner has children of its own that must not be reaped by others.
     pub(super) fn is_spawning(&self) -> bool {
         self.members.is_spawning()
@@ -216,10 +221,10 @@ impl Machine {
             Event::Spawn(event) => self.on_spawn(event),
             Event::CannotBegin(exit_reason) => {
                 self.members.spawn_ended();
-                self.members.forget();
                 self.end(exit_reason)
             }
             Event::Exited { local_rank, ending } => self.on_exited(local_rank, ending),
+            Event::Parked(local_rank) => self.on_parked(local_rank),
             Event::ControlDrained {
                 generation,
                 local_rank,
@@ -279,7 +284,7 @@ impl Machine {
             first_rank,
             nodes: assignment.node_count,
         };
-        self.members = Members::waiting(self.rules.workers);
+        self.members.assign(self.rules.workers);
         self.phase = Phase::Running(Suspects::default());
         vec![Effect::Disarm, Effect::Spawn(assignment)]
     }
@@ -400,6 +405,14 @@ impl Machine {
         effects
     }
 
+    fn on_parked(&mut self, local_rank: LocalRank) -> Vec<Effect> {
+        match &self.phase {
+            Phase::Stopping(stop) if stop.lets_park() => self.members.parked(local_rank),
+            _ => return Vec::new(),
+        }
+        self.check_gone()
+    }
+
     /// The last words of a suspect are there.
     fn on_control_drained(
         &mut self,
@@ -447,6 +460,7 @@ impl Machine {
                 Some(suspect) => self.blame(&suspect),
                 None => Vec::new(),
             },
+            Phase::Stopping(stop) if stop.is_last() && self.members.unpark() => stop.kill(),
             Phase::Stopping(stop) => stop.on_gone(),
             _ => Vec::new(),
         }
@@ -512,9 +526,12 @@ impl Machine {
     }
 
     fn on_swept(&mut self, stuck: &[String]) -> Vec<Effect> {
-        let Phase::Stopping(stop) = &self.phase else {
+        let Phase::Stopping(stop) = &mut self.phase else {
             return Vec::new();
         };
+        if stop.is_last() && self.members.unpark() {
+            return stop.kill();
+        }
         let mut then = stop.then().clone();
         let mut effects = Vec::new();
         if let Then::Finish(ExitReason::DaemonGone { error, .. }) = &then
@@ -640,6 +657,11 @@ impl Machine {
             Phase::Stopping(stop) => {
                 stop.on_end(exit_reason);
                 Vec::new()
+            }
+            Phase::Joining | Phase::Succeeded | Phase::Undecided if self.members.unpark() => {
+                let (stop, effects) = Stop::unpark(exit_reason, self.workers());
+                self.phase = Phase::Stopping(stop);
+                effects
             }
             Phase::Joining | Phase::Succeeded | Phase::Undecided => self.leave(exit_reason),
             Phase::Leaving(_) | Phase::Done => Vec::new(),

@@ -112,7 +112,9 @@ fn a_worker_of_a_generation_that_was_given_up_is_killed_and_takes_no_place_in_th
     let mut play = while_the_last_start_hangs();
     assert_eq!(play.on(late(77)).last, [Effect::KillStray(77)]);
     play.on(late_end());
-    assert_eq!(play.machine.members, Members::waiting(2));
+    let mut waiting = Members::default();
+    waiting.assign(2);
+    assert_eq!(play.machine.members, waiting);
 
     // Nor does it live while the next generation gathers.
     let mut play = Play::begin(false);

@@ -4,6 +4,8 @@
 //! Python program; else SIGTERM. Native workers ignore both, so they are not sent: one that is asked to stop at a step
 //! boundary has all of the grace, and SIGKILL ends the others. Of other programs those that listen on the control
 //! socket get it late in the grace ([`AFTER_SIGNAL`]), so that they can stop at a step boundary; the rest get it at once.
+//!
+//! A worker that parks before the signal has stopped too. It lives on, unless the launch ends.
 
 use std::time::Duration;
 
@@ -109,6 +111,24 @@ impl Stop {
         (stop, effects)
     }
 
+    /// Kills workers that are parked: no generation follows.
+    pub(super) fn unpark(exit_reason: ExitReason, workers: Stopped) -> (Self, Vec<Effect>) {
+        let (stage, then) = (Stage::Killed, Then::Finish(exit_reason));
+        let mut stop = Self { stage, then, workers };
+        let effects = stop.kill();
+        (stop, effects)
+    }
+
+    /// A worker that parks now lives on: it was sent no signal.
+    pub(super) fn lets_park(&self) -> bool {
+        self.stage < Stage::Terminated
+    }
+
+    /// No generation follows.
+    pub(super) fn is_last(&self) -> bool {
+        matches!(self.then, Then::StopUnlessOver(_) | Then::Finish(_))
+    }
+
     /// What follows when the workers are gone.
     pub(super) fn then(&self) -> &Then {
         &self.then
@@ -160,7 +180,8 @@ impl Stop {
         self.kill()
     }
 
-    fn kill(&mut self) -> Vec<Effect> {
+    /// Leaves no more time to those that are left.
+    pub(super) fn kill(&mut self) -> Vec<Effect> {
         self.stage = Stage::Killed;
         vec![Effect::SignalAll(libc::SIGKILL), Effect::Arm(KILL_WAIT)]
     }

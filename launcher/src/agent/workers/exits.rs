@@ -39,16 +39,16 @@ impl WorkerGroup {
 
     /// How all workers ended that did not end with 0, once they are gone.
     pub(in crate::agent) fn ends(&self) -> NodeStopped {
-        let bad_end = |(local_rank, worker): (usize, &Worker)| {
+        let bad_end = |(local_rank, worker): (&LocalRank, &Worker)| {
             let end = worker.end.filter(|end| !end.ending.is_success())?;
-            Some((local_rank as u32, end))
+            Some((*local_rank, end))
         };
-        let mut ends: Vec<_> = self.workers.iter().enumerate().filter_map(bad_end).collect();
+        let mut ends: Vec<_> = self.workers.iter().filter_map(bad_end).collect();
         ends.sort_by_key(|(_, end)| end.at);
         let mut stopped = NodeStopped::default();
         let (mut failures, mut victims) = (0, 0);
         for (local_rank, end) in ends {
-            let worker = &self.workers[local_rank as usize];
+            let worker = &self.workers[&local_rank];
             let is_victim = worker.sent.is_some();
             let (count, more) = if is_victim {
                 (&mut victims, &mut stopped.more_victims)
@@ -60,7 +60,7 @@ impl WorkerGroup {
                 continue;
             }
             *count += 1;
-            let mut exit = worker.exit(local_rank, end);
+            let mut exit = worker.exit(local_rank.0, end);
             if let (false, Some(words)) = (is_victim, worker.failure_message()) {
                 exit.message = words.chars().take(MAX_MESSAGE_CHARS).collect();
             }

@@ -207,7 +207,7 @@ impl HangWatch {
             words.push_str(SCRIPT_HINT);
         }
         self.console.say(&format!("rank {rank} {words}"));
-        let ended = group.workers.iter_mut().find(|worker| worker.rank.0 == rank);
+        let ended = group.workers.values_mut().find(|worker| worker.rank.0 == rank);
         if let Some(worker) = ended {
             worker.aborted = true;
             worker.message.get_or_insert(words);

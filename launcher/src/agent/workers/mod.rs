@@ -17,6 +17,7 @@ pub(super) use spawn_context::SpawnContext;
 
 use pace::Pace;
 
+use std::collections::BTreeMap;
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -107,7 +108,7 @@ struct End {
 /// All workers of a generation, by local rank.
 #[derive(Debug)]
 pub(super) struct WorkerGroup {
-    workers: Vec<Worker>,
+    workers: BTreeMap<LocalRank, Worker>,
     began: Instant,
     /// The first failure, or the beginning of the stop.
     trouble: Option<Instant>,
@@ -144,7 +145,7 @@ impl WorkerGroup {
 
     fn empty(group: Option<&Path>, signal_scope: SignalScope) -> Self {
         Self {
-            workers: Vec::new(),
+            workers: BTreeMap::new(),
             began: Instant::now(),
             trouble: None,
             group: group.map(Path::to_owned),
@@ -157,7 +158,19 @@ impl WorkerGroup {
         }
     }
 
-    /// Makes files and pipes, begins to read the pipes.
+    /// Those of the workers that are parked, with their processes, files and pipes, as they begin the next generation.
+    pub(super) fn parked(&mut self, is_parked: impl Fn(LocalRank) -> bool) -> Self {
+        let mut parked = Self::none();
+        parked.group = self.group.take();
+        let workers = std::mem::take(&mut self.workers).into_iter();
+        let workers = workers.filter(|(local_rank, _)| is_parked(*local_rank));
+        parked.workers = workers
+            .map(|(local_rank, worker)| (local_rank, worker.renewed()))
+            .collect();
+        parked
+    }
+
+    /// Makes files and pipes of the workers that are not parked, begins to read the pipes.
     pub(super) fn prepare(
         generation: Generation,
         assignment: &Assignment,
@@ -175,6 +188,10 @@ impl WorkerGroup {
         let (mut specs, mut contracts) = (Vec::new(), Vec::new());
         for mut contract in context.contracts(generation, assignment) {
             let (rank, local_rank) = (contract.rank, contract.local_rank);
+            if context.parked.contains(&local_rank) {
+                contracts.push(contract);
+                continue;
+            }
             let files = WorkerFiles::create(plan.log_dir.as_deref(), &context.scratch_dir, attempt, rank)?;
             contract.error_file = Some(files.error_file().to_string_lossy().into_owned());
             let prefix = plan.output.prefix.of(&contract, &context.hostname);
@@ -219,9 +236,8 @@ impl WorkerGroup {
                 cores: context.cores_of(local_rank),
             });
             contracts.push(contract);
-            worker_group
-                .workers
-                .push(Worker::new(rank, files, stdout, stderr));
+            let worker = Worker::new(rank, files, stdout, stderr);
+            worker_group.workers.insert(local_rank, worker);
         }
         Ok(Prepared {
             worker_group,
@@ -234,7 +250,7 @@ impl WorkerGroup {
 
     /// What was started here: `train.py: ranks 0, 1; pids 4711, 4712; logs in /tmp/logs/attempt_0`.
     pub(super) fn introduction(&self, program: &str) -> String {
-        let workers = self.workers.iter();
+        let workers = self.workers.values();
         let started = workers.filter_map(|worker| Some((worker.rank.0, worker.pid?)));
         let (ranks, pids): (Vec<_>, Vec<_>) = started.unzip();
         let (ranks, pids) = (numbered("rank", &ranks), numbered("pid", &pids));
@@ -245,11 +261,11 @@ impl WorkerGroup {
     }
 
     fn get(&self, local_rank: LocalRank) -> Option<&Worker> {
-        self.workers.get(local_rank.0 as usize)
+        self.workers.get(&local_rank)
     }
 
     fn get_mut(&mut self, local_rank: LocalRank) -> Option<&mut Worker> {
-        self.workers.get_mut(local_rank.0 as usize)
+        self.workers.get_mut(&local_rank)
     }
 
     /// A worker runs; its rank, if it is one of these.
@@ -358,9 +374,17 @@ impl WorkerGroup {
         self.live().map(|(pid, _)| pid)
     }
 
+    /// Those of these workers.
+    pub(super) fn pids_of(&self, is_meant: impl Fn(LocalRank) -> bool) -> Vec<(LocalRank, i32)> {
+        let live = self.workers.iter().filter(|(_, worker)| worker.end.is_none());
+        live.filter_map(|(local_rank, worker)| Some((*local_rank, worker.pid?)))
+            .filter(|(local_rank, _)| is_meant(*local_rank))
+            .collect()
+    }
+
     /// What a number of ranks has to divide for the job to go on, as the workers say; none if none has said it.
     pub(super) fn sizes(&self) -> Option<Sizes> {
-        self.workers.iter().find_map(|worker| worker.sizes)
+        self.workers.values().find_map(|worker| worker.sizes)
     }
 
     /// What each heartbeat tells the daemon about the workers.
@@ -370,9 +394,9 @@ impl WorkerGroup {
             step: self.step(),
             ranks_divide: sizes.and_then(|sizes| sizes.ranks_divide),
             ranks_multiple_of: sizes.and_then(|sizes| sizes.ranks_multiple_of),
-            lost_rank: self.workers.iter().find_map(|worker| {
+            lost_rank: self.workers.values().find_map(|worker| {
                 // How ranks of this node ended is reported by itself.
-                let is_own = |rank: &u32| self.workers.iter().any(|own| own.rank.0 == *rank);
+                let is_own = |rank: &u32| self.workers.values().any(|own| own.rank.0 == *rank);
                 let rank = worker.lost_rank.filter(|rank| !is_own(rank))?;
                 let witness = worker.rank.0;
                 Some(LostRank { rank, witness })
@@ -386,7 +410,7 @@ impl WorkerGroup {
     /// How far each worker has come that says so.
     fn progress(&self) -> Vec<RankProgress> {
         let now = Instant::now();
-        let told = self.workers.iter().filter_map(|worker| {
+        let told = self.workers.values().filter_map(|worker| {
             let beat = worker.beat?;
             let silence = now.saturating_duration_since(beat.fresh);
             let progress = worker.progress.as_ref();
@@ -412,13 +436,13 @@ impl WorkerGroup {
     /// All workers have said that they are done with the last step.
     pub(super) fn is_finishing(&self) -> bool {
         let finishes = |worker: &Worker| worker.beat.is_some_and(|beat| beat.phase == Phase::Finishing);
-        !self.workers.is_empty() && self.workers.iter().all(finishes)
+        !self.workers.is_empty() && self.workers.values().all(finishes)
     }
 
     /// Steps that the farthest worker reported.
     pub(super) fn step(&self) -> Option<u64> {
         self.workers
-            .iter()
+            .values()
             .filter_map(|worker| Some(worker.beat?.step))
             .max()
     }
@@ -433,7 +457,6 @@ impl WorkerGroup {
             let worker = self
                 .workers
                 .iter_mut()
-                .enumerate()
                 .find(|(_, worker)| worker.pid == Some(pid));
             if let Some((local_rank, worker)) = worker {
                 // One that hung and was killed for it got no signal that counts as `sent`.
@@ -444,7 +467,7 @@ impl WorkerGroup {
                     time,
                     out_of_memory,
                 });
-                ends.push((LocalRank(local_rank as u32), ending));
+                ends.push((*local_rank, ending));
             }
         }
         ends
@@ -469,8 +492,8 @@ impl WorkerGroup {
             return;
         };
         let alone = self.signal_scope == SignalScope::Rank && number != Signal::SIGKILL;
-        for (local_rank, worker) in (0..).map(LocalRank).zip(&mut self.workers) {
-            let meant = is_meant(local_rank) && worker.sent != Some(signal);
+        for (local_rank, worker) in &mut self.workers {
+            let meant = is_meant(*local_rank) && worker.sent != Some(signal);
             if let (true, Some(pid), None) = (meant, worker.pid, worker.end) {
                 let pid = Pid::from_raw(pid);
                 // Dead already, if this fails; it has not been reaped, so the number is still its own.
@@ -488,13 +511,13 @@ impl WorkerGroup {
 
     /// Workers that live, with their process ids.
     fn live(&self) -> impl Iterator<Item = (i32, &Worker)> {
-        let live = self.workers.iter().filter(|worker| worker.end.is_none());
+        let live = self.workers.values().filter(|worker| worker.end.is_none());
         live.filter_map(|worker| Some((worker.pid?, worker)))
     }
 
     /// Lines for the console about the workers' waits for other ranks, after a heartbeat.
     pub(super) fn wait_messages(&mut self) -> Vec<String> {
-        let live = self.workers.iter().filter(|worker| worker.end.is_none());
+        let live = self.workers.values().filter(|worker| worker.end.is_none());
         let waits: Vec<_> = live
             .map(|worker| (worker.rank.0, worker.waits.as_slice()))
             .collect();
@@ -503,14 +526,14 @@ impl WorkerGroup {
 
     /// The workers that say nothing new wait for others: in the steps in which all are, that is known.
     fn found_waiting(&mut self) {
-        for worker in &mut self.workers {
+        for worker in self.workers.values_mut() {
             worker.found_waiting = worker.beat.map(|beat| beat.step);
         }
     }
 
     /// What the workers said that they do is not what they do now.
     fn forget_states(&mut self) {
-        for worker in &mut self.workers {
+        for worker in self.workers.values_mut() {
             worker.state = None;
             worker.collectives.clear();
         }
@@ -518,7 +541,7 @@ impl WorkerGroup {
 
     /// Where the log folders of all workers lie; none without a log directory.
     fn attempt_dir(&self) -> Option<PathBuf> {
-        let log = self.workers.first()?.files.stderr_log()?;
+        let log = self.workers.first_key_value()?.1.files.stderr_log()?;
         log.ancestors().nth(2).map(Path::to_owned)
     }
 
@@ -533,7 +556,7 @@ impl WorkerGroup {
     /// No worker has sent a heartbeat, though they have run for longer than `bound`.
     fn is_unwatched(&self, bound: Duration) -> bool {
         let began = !self.workers.is_empty() && self.began.elapsed() > bound;
-        began && self.workers.iter().all(|worker| worker.beat.is_none())
+        began && self.workers.values().all(|worker| worker.beat.is_none())
     }
 
     /// Passes a signal of the user's on to the workers themselves, which go on.
@@ -547,10 +570,12 @@ impl WorkerGroup {
         }
     }
 
-    /// Readers of all streams, to wait for their ends.
-    pub(super) fn streams(&self) -> Vec<TailReader> {
-        self.workers
-            .iter()
+    /// Readers of the streams of all but these workers, to wait for their ends.
+    pub(super) fn streams(&self, spared: &[i32]) -> Vec<TailReader> {
+        let is_spared = |worker: &Worker| worker.pid.is_some_and(|pid| spared.contains(&pid));
+        let workers = self.workers.values();
+        workers
+            .filter(|worker| !is_spared(worker))
             .flat_map(|worker| [worker.stdout.clone(), worker.stderr.clone()])
             .collect()
     }
@@ -567,14 +592,14 @@ impl WorkerGroup {
 
     /// The files of workers that failed on their own and have not said why.
     pub(super) fn files_of_failures_without_message(&self) -> Vec<(LocalRank, WorkerFiles)> {
-        let workers = (0..).map(LocalRank).zip(&self.workers);
         let is_silent = |worker: &Worker| {
             let failed = worker.end.is_some_and(|end| !end.ending.is_success()) && worker.sent.is_none();
             failed && worker.failure_message().is_none()
         };
-        workers
+        self.workers
+            .iter()
             .filter(|(_, worker)| is_silent(worker))
-            .map(|(local_rank, worker)| (local_rank, worker.files.clone()))
+            .map(|(local_rank, worker)| (*local_rank, worker.files.clone()))
             .collect()
     }
 
@@ -587,7 +612,7 @@ impl WorkerGroup {
 
     /// The error file of a worker, whether it exists or not.
     pub(super) fn error_file_of(&self, rank: GlobalRank) -> Option<PathBuf> {
-        let worker = self.workers.iter().find(|worker| worker.rank == rank)?;
+        let worker = self.workers.values().find(|worker| worker.rank == rank)?;
         Some(worker.files.error_file())
     }
 
@@ -605,7 +630,20 @@ impl WorkerGroup {
                 consequence: worker.consequence,
             })
         };
-        self.workers.iter().filter_map(end).collect()
+        self.workers.values().filter_map(end).collect()
+    }
+}
+
+impl Prepared {
+    /// Adds workers that were parked; their place may be another one.
+    pub(super) fn adopt(&mut self, parked: WorkerGroup) {
+        for (local_rank, mut worker) in parked.workers {
+            if let Some(contract) = self.contracts.get_mut(local_rank.0 as usize) {
+                contract.error_file = Some(worker.files.error_file().to_string_lossy().into_owned());
+                worker.rank = contract.rank;
+                self.worker_group.workers.insert(local_rank, worker);
+            }
+        }
     }
 }
 
@@ -642,6 +680,14 @@ impl Worker {
             stderr,
             sent: None,
             end: None,
+        }
+    }
+
+    /// The same process in its next generation.
+    fn renewed(self) -> Self {
+        Self {
+            pid: self.pid,
+            ..Self::new(self.rank, self.files, self.stdout, self.stderr)
         }
     }
 

@@ -1,5 +1,6 @@
 //! What the workers of a generation are started from: the daemon's assignment, and where this node is.
 
+use std::collections::BTreeSet;
 use std::ffi::OsString;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -29,6 +30,8 @@ pub(in crate::agent) struct SpawnContext {
     pub(in crate::agent) control: String,
     /// The agent of node 0 holds MASTER_PORT, and hosts the store there.
     pub(in crate::agent) agent_store: bool,
+    /// Workers that live on from the last generation.
+    pub(in crate::agent) parked: BTreeSet<LocalRank>,
     /// The control group that these workers are born in, if there is one.
     pub(in crate::agent) group: Option<PathBuf>,
 }
