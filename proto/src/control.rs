@@ -326,6 +326,9 @@ pub enum ToWorker {
     StopAtStepBoundary {
         /// Why, in words.
         cause: String,
+        /// Nodes come or go: a worker that can outlive its generation may park there instead.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        stay: bool,
     },
     /// The generation is over: every pending collective fails with this cause.
     GenerationOver {

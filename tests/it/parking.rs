@@ -48,6 +48,33 @@ fn survivors_keep_their_processes_over_three_kills_of_their_sibling() {
         .expect_no_stderr("cannot kill");
 }
 
+#[test]
+fn a_worker_stays_while_its_job_grows_but_not_when_it_is_to_stop() {
+    if python_is_missing() {
+        return;
+    }
+    let daemon = Daemon::start();
+    let node = || {
+        worker(3, -1)
+            .flag("--nnodes", "1:2")
+            .flag("--rdzv-endpoint", &daemon.endpoint)
+            .flag("--rdzv-id", "growing")
+            .flag("--rdzv-conf", "last_call_timeout=0.3")
+            .start()
+    };
+    let mut first = node();
+    let pid = pid_in(&first.wait_for("rank 0 of generation 1"));
+    let mut second = node();
+    let stayed = first.wait_for("of generation 2 has pid");
+    assert_eq!(pid_in(&stayed), pid);
+    second.wait_for("of generation 2 has pid");
+    first.signal(Signal::SIGTERM);
+    first.finish().expect_exit(143);
+    // Its worker stays too, and is the only one of the last generation.
+    second.finish().expect_exit(0);
+    daemon.stop().expect_exit(0);
+}
+
 /// Whatever ends the launch: the verdict, a signal while the node waits for another one, or the launcher's own death.
 #[test]
 fn no_parked_worker_outlives_its_launcher_or_the_job() {

@@ -613,7 +613,8 @@ impl World {
         if !job.listens {
             return;
         }
-        let outlives = job.outlives && !ending.is_success();
+        let may_stay = !ending.is_success() || self.nodes[number].machine.is_to_rejoin();
+        let outlives = job.outlives && may_stay;
         for id in self.live_workers(number) {
             if self.rng.random_bool(0.8) {
                 let delay = self.pause(3000);

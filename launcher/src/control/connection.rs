@@ -182,8 +182,8 @@ impl<'a> WorkerConnection<'a> {
             queue: queue.clone(),
         };
         hub.connections().insert(id, member);
-        if let Some(cause) = asked_to_stop(hub, generation) {
-            let _ = queue.try_send(encode(&ToWorker::StopAtStepBoundary { cause }));
+        if let Some(asked) = asked_to_stop(hub, generation) {
+            let _ = queue.try_send(encode(&asked));
         }
         if let Some(cause) = over(hub, generation) {
             let _ = queue.try_send(encode(&ToWorker::GenerationOver { generation, cause }));
@@ -373,8 +373,8 @@ fn ended(context: Option<&WorkerContext>, generation: Generation) -> Option<Stri
     }
 }
 
-/// Why the workers of `generation` were asked to stop, if they were.
-fn asked_to_stop(hub: &Hub, generation: Generation) -> Option<String> {
+/// How the workers of `generation` were asked to stop, if they were.
+fn asked_to_stop(hub: &Hub, generation: Generation) -> Option<ToWorker> {
     let context = hub.context.borrow();
     let current = context
         .as_ref()

@@ -44,8 +44,8 @@ pub(crate) struct WorkerContext {
     pub(crate) pids: Vec<Option<i32>>,
     /// No worker will be added to `pids`.
     pub(crate) spawned: bool,
-    /// Why the workers were asked to stop at the next step boundary, once they were.
-    pub(crate) asked_to_stop: Option<String>,
+    /// With which message the workers were asked to stop at the next step boundary, once they were.
+    pub(crate) asked_to_stop: Option<ToWorker>,
     /// Why the generation is over, once it is.
     pub(crate) over: Option<String>,
 }

@@ -98,10 +98,12 @@ impl ControlServer {
     }
 
     /// Asks all workers to stop at the next step boundary, those that connect later too.
-    pub(crate) fn ask_to_stop(&self, cause: &str) {
+    /// They may `stay` if another generation is to follow.
+    pub(crate) fn ask_to_stop(&self, cause: &str, stay: bool) {
         let cause = printable::text(cause).into_owned();
-        self.update(|context| context.asked_to_stop = Some(cause.clone()));
-        self.tell_all(&ToWorker::StopAtStepBoundary { cause });
+        let asked = ToWorker::StopAtStepBoundary { cause, stay };
+        self.update(|context| context.asked_to_stop = Some(asked.clone()));
+        self.tell_all(&asked);
     }
 
     /// Asks all workers what they wait for.

@@ -246,7 +246,7 @@ impl Shared {
                 let _ = self.generation.set(assignment.generation);
                 return Ok(Some(assignment));
             }
-            ToWorker::StopAtStepBoundary { cause } => self.stop.ask(cause),
+            ToWorker::StopAtStepBoundary { cause, .. } => self.stop.ask(cause),
             ToWorker::GenerationOver { generation, cause } => {
                 // The end of an earlier generation says nothing about ours.
                 if self.generation.get().is_none_or(|ours| generation >= *ours) {

@@ -206,6 +206,7 @@ fn a_run_that_is_asked_to_stop_saves_and_goes_on_later() {
     let stop = |message: &ToAgent| match message {
         ToAgent::Heartbeat { step: 2.., .. } => Some(ToWorker::StopAtStepBoundary {
             cause: "SIGTERM".into(),
+            stay: false,
         }),
         _ => None,
     };
@@ -233,6 +234,7 @@ fn run_asked_to_stop(job: &Job) -> Outcome {
     let stop = |message: &ToAgent| match message {
         ToAgent::Heartbeat { .. } => Some(ToWorker::StopAtStepBoundary {
             cause: "SIGTERM".into(),
+            stay: false,
         }),
         _ => None,
     };

@@ -400,6 +400,7 @@ fn a_run_on_an_asynchronous_device_stops_with_all_steps_told() {
     let stop = |message: &ToAgent| match message {
         ToAgent::Heartbeat { step: 2.., .. } => Some(ToWorker::StopAtStepBoundary {
             cause: "SIGTERM".into(),
+            stay: false,
         }),
         _ => None,
     };

@@ -440,7 +440,7 @@ impl<'a> Driver<'a> {
             Effect::Spawn(assignment) => self.prepare(generation, assignment),
             Effect::CancelSpawn => self.cancel_spawn(generation),
             Effect::Notify(cause) => self.control.generation_over(&cause),
-            Effect::AskToStop(cause) => self.control.ask_to_stop(&cause),
+            Effect::AskToStop(cause) => self.control.ask_to_stop(&cause, self.machine.is_to_rejoin()),
             Effect::SignalAll(signal) => {
                 let is_meant = |local_rank| !self.machine.is_parked(local_rank);
                 self.worker_group.signal(signal, is_meant);

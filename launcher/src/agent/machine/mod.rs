@@ -181,6 +181,11 @@ impl Machine {
         self.members.is_parked(local_rank)
     }
 
+    /// True while workers stop for a generation that another one is to follow.
+    pub fn is_to_rejoin(&self) -> bool {
+        matches!(&self.phase, Phase::Stopping(stop) if *stop.then() == Then::Rejoin)
+    }
+
     /// True while the spawner has children of its own that must not be reaped by others.
     pub(super) fn is_spawning(&self) -> bool {
         self.members.is_spawning()
