@@ -229,23 +229,22 @@ fn training(config: &TrainConfig) -> Option<Problem> {
         return Some(Problem::new("train.offload.optimizer", what).with_hint(hint));
     }
     let (home, parameters) = (train.offload.optimizer, train.offload.parameters);
-    let (place, strategy) = (
-        OffloadTarget::WORDS[parameters as usize],
-        config.parallel.strategy,
-    );
-    if parameters != OffloadTarget::None && strategy != Strategy::Zero3 {
-        let strategy = Strategy::WORDS[strategy as usize];
-        let what = format!(
-            "`train.offload.parameters: {place}` needs `parallel.strategy: zero3`: with `{strategy}` every rank computes with a whole copy of the parameters"
-        );
-        let hint = "set `parallel.strategy: zero3`, or leave out `train.offload.parameters`";
-        return Some(Problem::new("train.offload.parameters", what).with_hint(hint));
-    }
-    if parameters != OffloadTarget::None && home != parameters {
-        let what = format!(
-            "`train.offload.parameters: {place}` needs `train.offload.optimizer: {place}`: an update works on both in one place"
-        );
-        let hint = format!("set `train.offload.optimizer: {place}`");
+    let place = OffloadTarget::WORDS[parameters as usize];
+    let missing = match config.parallel.strategy {
+        _ if parameters == OffloadTarget::None => None,
+        Strategy::Zero3 if home == parameters => None,
+        Strategy::Zero3 => Some((
+            format!("train.offload.optimizer: {place}"),
+            "an update works on both in one place",
+        )),
+        _ => Some((
+            "parallel.strategy: zero3".to_owned(),
+            "elsewhere every rank computes with a whole copy of the parameters",
+        )),
+    };
+    if let Some((needed, why)) = missing {
+        let what = format!("`train.offload.parameters: {place}` needs `{needed}`: {why}");
+        let hint = format!("set `{needed}`, or leave out `train.offload.parameters`");
         return Some(Problem::new("train.offload.parameters", what).with_hint(hint));
     }
     if schedule.min_lr > lr {

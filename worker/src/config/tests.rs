@@ -507,12 +507,12 @@ fn keys_that_the_strategy_does_not_read() {
     };
     let (full, kept) = ("parallel.accumulate=full", "parallel.reshard_after_forward=false");
     insta::assert_snapshot!(under("zero2", "train.offload.parameters=file").unwrap_err(), @r"
-    `--set train.offload.parameters=file`: `train.offload.parameters: file` needs `parallel.strategy: zero3`: with `zero2` every rank computes with a whole copy of the parameters
+    `--set train.offload.parameters=file`: `train.offload.parameters: file` needs `parallel.strategy: zero3`: elsewhere every rank computes with a whole copy of the parameters
       hint: set `parallel.strategy: zero3`, or leave out `train.offload.parameters`
     ");
     insta::assert_snapshot!(under("zero3", "train.offload.parameters=host").unwrap_err(), @r"
     `--set train.offload.parameters=host`: `train.offload.parameters: host` needs `train.offload.optimizer: host`: an update works on both in one place
-      hint: set `train.offload.optimizer: host`
+      hint: set `train.offload.optimizer: host`, or leave out `train.offload.parameters`
     ");
     insta::assert_snapshot!(under("zero1", full).unwrap_err(), @r"
     `--set parallel.accumulate=full`: `parallel.accumulate` has no effect without `parallel.strategy: zero2` or `zero3`

@@ -135,11 +135,8 @@ impl Parameters {
         };
         let is_whole = matches!(own, ArenaShare::Whole(_));
         let there = |slot: usize| {
-            is_whole.then_some(Gathered {
-                slot,
-                work: None,
-                loaded: None,
-            })
+            let (work, loaded) = (None, None);
+            is_whole.then_some(Gathered { slot, work, loaded })
         };
         Ok(Self {
             gathered: Mutex::new((0..choice.len()).map(there).collect()),
@@ -256,22 +253,14 @@ impl Parameters {
             self.home.enqueue_all(self.loads.stream, vec![copy.into()]);
         }
         let loaded = self.loads.record();
-        gathered[unit] = Some(if description.ranks == 1 {
-            Gathered {
-                slot,
-                work: None,
-                loaded: Some(loaded),
-            }
-        } else {
+        let work = (description.ranks > 1).then(|| {
             let tag = format!("parameters of {}", description.name);
-            let launch = Launch::after(loaded, Traffic::Params, tag);
+            let launch = Launch::after(loaded.clone(), Traffic::Params, tag);
             let comm = &self.set.group(&description.axes).gathers;
-            Gathered {
-                slot,
-                work: Some(self.tracker.launch(|| comm.all_gather(&target, launch))),
-                loaded: None,
-            }
+            self.tracker.launch(|| comm.all_gather(&target, launch))
         });
+        let loaded = work.is_none().then_some(loaded);
+        gathered[unit] = Some(Gathered { slot, work, loaded });
         true
     }
 

@@ -15,7 +15,8 @@ use super::rank_table::StepTable;
 use super::replica::Replica;
 use super::run_row::{rehearse_evaluation, rehearse_step};
 use crate::device::{
-    Arena, ArenaSpec, Buffer, Compute, CudaDevice, Device, DeviceError, Event, IdleDevice, StateMemory, Stream,
+    Arena, ArenaSpec, Buffer, Compute, CudaDevice, Device, DeviceError, Event, IdleDevice, StateMemory,
+    Stream,
 };
 use crate::model::Activation;
 use crate::ops::Op;
