@@ -151,13 +151,11 @@ impl AllToAll {
     fn check(&self, received: &Buffer, rank: usize, size: usize) -> Result<(), Failure> {
         let counts = [&self.sent_counts, &self.received_counts];
         let buffers = [&self.sent, received];
-        let are_parts =
-            counts.map(|counts| (counts.len(), counts.iter().sum())) == buffers.map(|x| (size, x.len()));
-        if are_parts
-            && size > 1
-            && counts[0][rank] == counts[1][rank]
-            && self.sent.dtype() == received.dtype()
-        {
+        let lens = counts.map(|counts| (counts.len(), counts.iter().sum()));
+        let types = buffers.map(Buffer::dtype);
+        let is_possible =
+            size > 1 && lens == buffers.map(|buffer| (size, buffer.len())) && types[0] == types[1];
+        if is_possible && counts[0][rank] == counts[1][rank] {
             return Ok(());
         }
         let [sent, received] =

@@ -46,16 +46,12 @@ fn expect_rows(
 /// Rows of each expert. Refuses offsets that do not ascend to at most so many rows.
 fn rows_of_groups(op: &'static str, offsets: &Buffer, rows: usize) -> Result<Vec<usize>, DeviceError> {
     let offsets = offsets.host::<i32>()?;
+    let offsets: &[i32] = &offsets;
     if offsets[0] == 0 && offsets.is_sorted() && offsets[offsets.len() - 1] as usize <= rows {
-        return Ok(offsets
-            .windows(2)
-            .map(|pair| (pair[1] - pair[0]) as usize)
-            .collect());
+        let rows = offsets.windows(2).map(|pair| (pair[1] - pair[0]) as usize);
+        return Ok(rows.collect());
     }
-    let what = format!(
-        "`offsets` do not ascend from 0 to at most {rows} rows: {:?}",
-        &*offsets
-    );
+    let what = format!("`offsets` do not ascend from 0 to at most {rows} rows: {offsets:?}");
     Err(DeviceError::Shape { op, what })
 }
 
@@ -204,11 +200,7 @@ impl Operation for GroupedDweight {
 
     fn plan(&self) -> Result<Plan, DeviceError> {
         let (op, [height, width]) = (Self::NAME, self.features);
-        expect_rows(
-            op,
-            [&self.lhs, &self.rhs, &self.out, &self.offsets],
-            self.features,
-        )?;
+        self.check()?;
         let defines = grad_defines(element(op, &self.lhs)?, element(op, &self.out)?, 1);
         expect_dtype(self.lhs.dtype(), &[&self.rhs])?;
         let groups = self.offsets.len() - 1;
@@ -220,24 +212,19 @@ impl Operation for GroupedDweight {
 }
 
 impl GroupedDweight {
+    fn check(&self) -> Result<usize, DeviceError> {
+        let buffers = [&self.lhs, &self.rhs, &self.out, &self.offsets];
+        expect_rows(Self::NAME, buffers, self.features)
+    }
+
     fn compute<S: Stored, G: Stored<Real = S::Real>>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
         let ([height, width], isa) = (self.features, cpu.isa());
-        let rows = expect_rows(
-            Self::NAME,
-            [&self.lhs, &self.rhs, &self.out, &self.offsets],
-            self.features,
-        )?;
-        let groups = rows_of_groups(Self::NAME, &self.offsets, rows)?;
-        let (lhs, rhs, mut out) = (
-            self.lhs.host::<S>()?,
-            self.rhs.host::<S>()?,
-            self.out.host_mut::<G>()?,
-        );
+        let groups = rows_of_groups(Self::NAME, &self.offsets, self.check()?)?;
+        let (lhs, rhs) = (self.lhs.host::<S>()?, self.rhs.host::<S>()?);
+        let mut out = self.out.host_mut::<G>()?;
         let (mut first, mut parts) = (0, Vec::new());
-        for (rows, out) in groups
-            .into_iter()
-            .zip(out.chunks_exact_mut((height * width).max(1)))
-        {
+        let outs = out.chunks_exact_mut((height * width).max(1));
+        for (rows, out) in groups.into_iter().zip(outs) {
             let lhs = Matrix::dense(&lhs[first * height..], rows, height).transposed();
             let rhs = Matrix::dense(&rhs[first * width..], rows, width);
             first += rows;

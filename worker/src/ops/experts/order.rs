@@ -1,7 +1,7 @@
 //! The order of rows at the experts: by expert, then by the rank that they come from, then by their position there. So the
 //! sums over an expert's rows do not depend on which rank has the expert.
 
-use super::super::cuda::plan::{Call, Plan, THREADS, count, expect_dtype, kernels};
+use super::super::cuda::plan::{Call, Plan, Scratch, THREADS, count, expect_dtype, kernels};
 use super::super::{Cpu, Operation, expect_indices, expect_lens};
 use crate::cuda::{Grid, KernelSource};
 use crate::memory::{Buffer, DType, DeviceError};
@@ -55,33 +55,18 @@ impl Operation for SortByExpert {
 
     fn plan(&self) -> Result<Plan, DeviceError> {
         let (op, capacity) = (Self::NAME, self.check()? as u32);
-        expect_dtype(
-            DType::I32,
-            &[
-                &self.experts,
-                &self.counts,
-                &self.offsets,
-                &self.slots,
-                &self.rows,
-            ],
-        )?;
-        let numbers = [
-            count(op, "slots", self.rows.len())?,
-            count(op, "rows", self.slots.len())?,
-            capacity,
-        ];
+        let written = [&self.counts, &self.offsets, &self.slots, &self.rows];
+        self.experts.expect_dtype(DType::I32)?;
+        expect_dtype(DType::I32, &written)?;
+        let [slots, rows] = [self.rows.len() as u32, count(op, "rows", self.slots.len())?];
         // The last block of the second: what lies behind the last row.
         let experts = self.counts.len() as u32;
         let calls = [("sort_counts", experts), ("sort_rows", experts + 1)].map(|(kernel, blocks)| {
-            Call::new(&SOURCE, kernel, Vec::new(), Grid::linear(blocks, THREADS))
-                .read([&self.experts])
-                .write([&self.counts, &self.offsets, &self.slots, &self.rows])
-                .u32(numbers)
+            let call = Call::new(&SOURCE, kernel, Vec::new(), Grid::linear(blocks, THREADS));
+            let call = call.read([&self.experts]).write(written);
+            call.u32([slots, rows, capacity])
         });
-        Ok(Plan {
-            calls: calls.into(),
-            scratch_bytes: 0,
-        })
+        Ok(Scratch::default().plan(calls.into()))
     }
 }
 
@@ -117,7 +102,7 @@ impl MergedOrder {
     pub fn new(counts: &[i32], experts: usize) -> Self {
         let mut first = vec![0];
         first.extend(counts.iter().scan(0, |sum, rows| {
-            *sum += rows;
+            *sum += (*rows).max(0);
             Some(*sum)
         }));
         let (mut offsets, mut received) = (vec![0], Vec::new());
