@@ -403,7 +403,8 @@ fn a_hundred_layouts_at_least_are_generated_and_every_choice_is_among_them() {
     assert_eq!(parted(|l| format!("{:?} {:?}", l.strategy, l.algorithm)).len(), 8);
     assert_eq!(
         parted(|l| format!("{:?} {} {}", l.kind, l.stages > 1, l.tensor > 1)).len(),
-        8
+        11,
+        "of 12"
     );
     // Beside stages, and without them.
     assert_eq!(shared(|l| format!("{:?} {}", l.strategy, l.stages > 1)).len(), 8);
@@ -418,7 +419,7 @@ fn a_hundred_layouts_at_least_are_generated_and_every_choice_is_among_them() {
     assert_eq!(piped(|l| format!("{:?}", l.chunks)).len(), 4, "none, 2, 3 and 4");
     assert_eq!(
         cut(|l| format!("{:?} {:?} {}", l.kind, l.precision, l.sequence)).len(),
-        8
+        12
     );
     assert_eq!(
         cut(|l| format!("{} {}", l.kind == ModelKind::Llama && l.grouped, l.tensor)),
