@@ -230,9 +230,10 @@ impl Cluster {
             // S / gm
             let part = sent.bytes as f64 / (all - 1.0);
             // The groups on a node share its way to the others.
-            let [near, far] = match sent.to_each {
-                false => [(ranks - 1.0) * nodes, (nodes - 1.0) * here],
-                true => [ranks - 1.0, (all - ranks) * here],
+            let [near, far] = if sent.to_each {
+                [ranks - 1.0, (all - ranks) * here]
+            } else {
+                [(ranks - 1.0) * nodes, (nodes - 1.0) * here]
             };
             inside += near * part;
             between += far * part;

@@ -111,6 +111,21 @@ pub(super) async fn serve(id: u64, stream: UnixStream, hub: Arc<Hub>) {
     }
 }
 
+/// Tells a refused worker why, if its generation is over.
+async fn tell_that_it_is_over(
+    hub: &Hub,
+    writer: &mut OwnedWriteHalf,
+    generation: Generation,
+    refusal: &ConnectionError,
+) {
+    if matches!(refusal, ConnectionError::BadHello { key: GENERATION, .. })
+        && let Some(cause) = over(hub, generation)
+    {
+        let line = encode(&ToWorker::GenerationOver { generation, cause });
+        let _ = timeout(WRITE_BOUND, writer.write_all(&line)).await;
+    }
+}
+
 struct WorkerConnection<'a> {
     hub: &'a Hub,
     local_rank: LocalRank,
@@ -163,12 +178,7 @@ impl<'a> WorkerConnection<'a> {
         let (store, assignment) = match context {
             Ok(context) => context,
             Err(refusal) => {
-                if matches!(refusal, ConnectionError::BadHello { key: GENERATION, .. })
-                    && let Some(cause) = over(hub, generation)
-                {
-                    let line = encode(&ToWorker::GenerationOver { generation, cause });
-                    let _ = timeout(WRITE_BOUND, writer.write_all(&line)).await;
-                }
+                tell_that_it_is_over(hub, &mut writer, generation, &refusal).await;
                 return Err(refusal);
             }
         };

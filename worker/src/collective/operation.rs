@@ -50,8 +50,11 @@ impl Operation {
     /// True if no rank completes it before all ranks have started it.
     pub(super) fn needs_all_ranks(self) -> bool {
         match self {
-            Self::AllReduce(_) | Self::ReduceScatter(_) | Self::AllGather => true,
-            Self::AllToAll | Self::Barrier => true,
+            Self::AllReduce(_)
+            | Self::ReduceScatter(_)
+            | Self::AllGather
+            | Self::AllToAll
+            | Self::Barrier => true,
             Self::Broadcast { .. } | Self::Send { .. } | Self::Recv { .. } => false,
         }
     }
@@ -282,8 +285,10 @@ impl Descriptor {
             Operation::ReduceScatter(_) | Operation::AllGather => (size - 1) * own,
             Operation::Broadcast { root } if root != rank => self.len,
             Operation::Recv { .. } => self.len,
-            Operation::Broadcast { .. } | Operation::Barrier | Operation::Send { .. } => 0,
-            Operation::AllToAll => 0,
+            Operation::Broadcast { .. }
+            | Operation::Barrier
+            | Operation::Send { .. }
+            | Operation::AllToAll => 0,
         };
         (elements * self.dtype.bytes()) as u64
     }

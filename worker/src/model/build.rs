@@ -449,23 +449,22 @@ impl Parts<'_> {
                 dropout,
             }
         });
-        let second = match decoder.experts_of(layer) {
-            Some(all) => SecondLayer::Experts(self.experts(group, layer, decoder, all)),
-            None => {
-                let norm = self.norm(group, &key(names.feed_forward_norm), decoder);
-                let keys = [key(names.widen), key(names.narrow)];
-                let [widen, projection] = self.feed_forward(group, keys, decoder.inner, decoder);
-                SecondLayer::FeedForward(FeedForward {
-                    widen: NormedDense {
-                        norm,
-                        dense: widen,
-                        normalised: "feed-forward normalised",
-                    },
-                    projection,
-                    activation: decoder.activation,
-                    dropout,
-                })
-            }
+        let second = if let Some(all) = decoder.experts_of(layer) {
+            SecondLayer::Experts(self.experts(group, layer, decoder, all))
+        } else {
+            let norm = self.norm(group, &key(names.feed_forward_norm), decoder);
+            let keys = [key(names.widen), key(names.narrow)];
+            let [widen, projection] = self.feed_forward(group, keys, decoder.inner, decoder);
+            SecondLayer::FeedForward(FeedForward {
+                widen: NormedDense {
+                    norm,
+                    dense: widen,
+                    normalised: "feed-forward normalised",
+                },
+                projection,
+                activation: decoder.activation,
+                dropout,
+            })
         };
         TransformerBlock::new(name, attention, second)
     }

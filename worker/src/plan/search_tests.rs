@@ -109,7 +109,9 @@ fn seventy_billion_parameters_on_64_gpus_have_tp_8_pp_4_dp_2_among_the_best() {
 fn two_hundred_billion_parameters_on_512_gpus_divide_their_experts() {
     let (found, _) = bounded_search(&with(MIXTRAL_235B, &[]), &h100s(64), 5, 100);
     let layouts = layouts(&found);
-    let thumb = layouts.iter().filter(|layout| layout.contains("pp") && layout.contains("ep"));
+    let thumb = layouts
+        .iter()
+        .filter(|layout| layout.contains("pp") && layout.contains("ep"));
     assert!(thumb.count() > 0, "{layouts:?}");
 }
 

@@ -194,7 +194,7 @@ impl RouteBackward {
         let terms = load.iter().zip(&row.scores);
         let mean = terms.fold(T::ZERO, |sum, (&load, &score)| sum + balance * load * score) / row.sum;
         update(dscores, load, |dscore, load| {
-            *dscore = (balance * load - mean) / row.sum
+            *dscore = (balance * load - mean) / row.sum;
         });
     }
 
@@ -255,11 +255,13 @@ impl<T: Real> RowScores<T> {
     /// The weights of the token's experts.
     fn weigh(&self, chosen: &[i32], weights: &mut [T]) {
         update(weights, chosen, |weight, expert| {
-            *weight = self.scores[expert as usize]
+            *weight = self.scores[expert as usize];
         });
         if self.router.normalized {
             let sum = weights.iter().fold(T::ZERO, |sum, &weight| sum + weight);
-            weights.iter_mut().for_each(|weight| *weight = *weight / sum);
+            for weight in weights {
+                *weight = *weight / sum;
+            }
         }
     }
 
@@ -285,7 +287,9 @@ kernel! {
         update(scores, logits, |score, x| *score = (x - max).exp());
         let exponentials = sum_map(scores, |x| x);
         if is_softmax {
-            scores.iter_mut().for_each(|score| *score = *score / exponentials);
+            for score in scores {
+                *score = *score / exponentials;
+            }
             return [max, exponentials, T::ONE];
         }
         update(scores, logits, |score, x| *score = sigmoid(x));
