@@ -111,19 +111,20 @@ pub(super) async fn serve(id: u64, stream: UnixStream, hub: Arc<Hub>) {
     }
 }
 
-/// Tells a refused worker why, if its generation is over.
-async fn tell_that_it_is_over(
+/// Tells a worker that is refused if the reason is that its generation is over.
+async fn refuse(
     hub: &Hub,
     writer: &mut OwnedWriteHalf,
     generation: Generation,
-    refusal: &ConnectionError,
-) {
+    refusal: ConnectionError,
+) -> ConnectionError {
     if matches!(refusal, ConnectionError::BadHello { key: GENERATION, .. })
         && let Some(cause) = over(hub, generation)
     {
         let line = encode(&ToWorker::GenerationOver { generation, cause });
         let _ = timeout(WRITE_BOUND, writer.write_all(&line)).await;
     }
+    refusal
 }
 
 struct WorkerConnection<'a> {
@@ -152,7 +153,7 @@ impl<'a> WorkerConnection<'a> {
         let Some(Line::Message(ToAgent::Hello {
             protocol: 1..,
             local_rank,
-            generation,
+            mut generation,
             pid: claimed,
             listens,
             outlives,
@@ -169,18 +170,14 @@ impl<'a> WorkerConnection<'a> {
                 ours: u64::try_from(pid).ok(),
             });
         }
-        let (mut generation, mut context) =
-            (generation, await_context(hub, pid, local_rank, generation).await);
+        let mut context = await_context(hub, pid, local_rank, generation).await;
         if outlives && context.is_ok() {
             generation = park(hub, pid, local_rank, generation, &mut lines).await?;
             context = await_context(hub, pid, local_rank, generation).await;
         }
         let (store, assignment) = match context {
             Ok(context) => context,
-            Err(refusal) => {
-                tell_that_it_is_over(hub, &mut writer, generation, &refusal).await;
-                return Err(refusal);
-            }
+            Err(refusal) => return Err(refuse(hub, &mut writer, generation, refusal).await),
         };
         let (queue, outgoing) = mpsc::channel(WORKER_QUEUE);
         // The queue is empty: all that is put into it here fits.

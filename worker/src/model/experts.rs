@@ -270,7 +270,7 @@ impl ExpertLayer {
         let mut arrivals = None;
         if let Some(group) = ctx.experts {
             let received = i32s("rows from each rank", &[group.size(), self.held])?;
-            let counts = group.count(&counts, &received, leaving)?;
+            let counts = group.count(&counts, &received, [leaving, self.most_rows(ctx, self.held)])?;
             let order = MergedOrder::new(&counts.received, self.held);
             let uploaded = |name, mut numbers: Vec<i32>, len: usize| {
                 numbers.resize(len, -1);

@@ -64,12 +64,13 @@ pub trait TensorOps {
 /// The ranks that hold the experts of a layer together, as one of them sees it.
 pub trait ExpertOps: TensorOps {
     /// Sends every rank how many rows its experts get, of `counts` `[E]`, and receives in `received` `[ranks, E/ranks]` how many
-    /// each sends to this rank's experts. The host waits for these numbers. `rows` is the sum of `counts` where nothing runs.
+    /// each sends to this rank's experts. The host waits for these numbers. `all_and_most`: the sum of `counts` where nothing runs, and
+    /// the most rows that one rank sends here: more are an error.
     fn count(
         &self,
         counts: &Activation,
         received: &Activation,
-        rows: usize,
+        all_and_most: [usize; 2],
     ) -> Result<RowCounts, DeviceError>;
 
     /// Sends rows to the ranks of their experts (`forth`), or back. What the compute stream is given from here on runs after

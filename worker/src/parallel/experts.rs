@@ -59,7 +59,7 @@ impl ExpertOps for TensorGroup {
         &self,
         counts: &Activation,
         received: &Activation,
-        rows: usize,
+        [all, most]: [usize; 2],
     ) -> Result<RowCounts, DeviceError> {
         let ranks = self.comm.size();
         let each = vec![counts.buffer().len() / ranks; ranks];
@@ -68,10 +68,21 @@ impl ExpertOps for TensorGroup {
             [each.clone(), each],
             "numbers of rows of experts",
         )?;
-        let mean = rows / counts.buffer().len();
+        let mean = all / counts.buffer().len();
+        let (sent, received) = (self.numbers(counts, mean)?, self.numbers(received, mean)?);
+        // What a failed exchange left there are no numbers.
+        self.tracker.check_input()?;
+        for (rows, rank) in received.chunks(received.len() / ranks).zip(self.comm.members()) {
+            let sum: i64 = rows.iter().map(|&rows| i64::from(rows)).sum();
+            if rows.iter().any(|&rows| rows < 0) || sum > most as i64 {
+                let what =
+                    format!("rank {rank} wants to send {rows:?} rows for experts, expected {most} at most");
+                return Err(DeviceError::Upstream(what));
+            }
+        }
         Ok(RowCounts {
-            sent: self.by_rank(&self.numbers(counts, mean)?),
-            received: self.numbers(received, mean)?,
+            sent: self.by_rank(&sent),
+            received,
         })
     }
 

@@ -6,7 +6,7 @@ use std::time::Duration;
 use crate::collective_world::{Rank, World, numbers};
 use ddp_worker::collective::{Executor, Failure, Subgroup, WireBytes, WorkError};
 use ddp_worker::device::{Buffer, Compute, DeviceError, Element};
-use ddp_worker::model::{Activation, ExchangeKind, TensorOps};
+use ddp_worker::model::{Activation, ExchangeKind, ExpertOps, TensorOps};
 use ddp_worker::ops::{AddBiasResidual, Fill, Op};
 use ddp_worker::parallel::TensorGroup;
 
@@ -299,6 +299,22 @@ fn rows_that_the_ranks_cannot_share_are_refused_before_anything_moves() {
     operation `rows of a tensor group`: 8 rows are not 3 equal parts
       hint: under sequence parallelism the positions of a micro-batch must be a multiple of the tensor group's ranks
     ");
+}
+
+/// Its rows would not fit into the memory for them.
+#[test]
+fn a_rank_that_wants_to_send_too_many_rows_to_experts_is_named() {
+    let answers = on_ranks(&[2], |member| {
+        let counts = if member.index() == 1 { [9, 1] } else { [2, 2] };
+        let [counts, received] =
+            [counts, [0, 0]].map(|rows: [i32; 2]| Activation::borrowed(member.with(&rows), vec![2, 1]));
+        let counts = member.group.count(&counts, &received, [4, 4]);
+        counts
+            .map(|counts| counts.received)
+            .map_err(|error| error.to_string())
+    });
+    assert_eq!(answers[1], Ok(vec![2, 1]));
+    insta::assert_snapshot!(answers[0].as_ref().unwrap_err(), @"");
 }
 
 #[test]
