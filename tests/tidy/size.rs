@@ -15,12 +15,12 @@ const PRODUCTION: [&str; 4] = ["launcher/src", "proto/src", "src", "worker/src"]
 /// Lines of Rust in all of them.
 const LINES: usize = 67_323;
 /// Files of `worker/src`.
-const WORKER_FILES: usize = 249;
+const WORKER_FILES: usize = 269;
 /// A file with fewer lines than this, comments included, is a part of a concept.
 const SHORT_FILE_LINES: usize = 60;
 /// Files of the product that may be shorter. A kernel of CUDA is a text of its own; a binary only
 /// wires.
-const SHORT_FILES: [&str; 16] = [
+const SHORT_FILES: [&str; 17] = [
     "proto/src/codec.rs",
     "proto/src/exit.rs",
     "proto/src/utc.rs",
@@ -32,6 +32,7 @@ const SHORT_FILES: [&str; 16] = [
     "worker/src/ops/cuda/dropout.cu",
     "worker/src/ops/cuda/elementwise.cuh",
     "worker/src/ops/cuda/fill.cu",
+    "worker/src/ops/cuda/heads.cuh",
     "worker/src/ops/cuda/loss_sum.cu",
     "worker/src/optim/adamw.cu",
     "worker/src/optim/lion.cu",

@@ -64,8 +64,8 @@ pub trait TensorOps {
 /// The ranks that hold the experts of a layer together, as one of them sees it.
 pub trait ExpertOps: TensorOps {
     /// Sends every rank how many rows its experts get, of `counts` `[E]`, and receives in `received` `[ranks, E/ranks]` how many
-    /// each sends to this rank's experts. The host waits for these numbers. `all_and_most`: the sum of `counts` where nothing runs, and
-    /// the most rows that one rank sends here: more are an error.
+    /// each sends to this rank's experts. The host waits for these numbers. `all_and_most`: the sum of `counts` where nothing
+    /// runs, and the most rows that one rank sends to these experts. More are an error.
     fn count(
         &self,
         counts: &Activation,

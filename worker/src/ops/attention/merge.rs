@@ -79,7 +79,7 @@ impl AttentionMerge {
             let part_lse = &part_lse[i * positions..][..positions];
             S::read_matrix(isa, part, |part| {
                 S::write_matrix(isa, &mut out.out, true, |out| {
-                    merge(isa, (part_lse, lse), part, out.whole_mut());
+                    merge(isa, part_lse, lse, part, out.whole_mut());
                 });
             });
         });
@@ -89,8 +89,8 @@ impl AttentionMerge {
 
 kernel! {
     /// The rows of one head of one sample.
-    fn merge<'a, T>(lses: (&'a [T], &'a mut [T]), part: Matrix<'a, T>, out: MatrixMut<'a, T>) -> () {
-        let ((part_lse, lse), mut out) = (lses, out);
+    fn merge<'a, T>(part_lse: &'a [T], lse: &'a mut [T], part: Matrix<'a, T>, out: MatrixMut<'a, T>) -> () {
+        let mut out = out;
         for (row, (other, lse)) in part_lse.iter().zip(lse).enumerate() {
             let top = if *lse > *other { *lse } else { *other };
             let (own_weight, other_weight) = ((*lse - top).exp(), (*other - top).exp());
