@@ -94,6 +94,7 @@ pub(crate) struct Group {
 
 /// One worker process.
 #[derive(Debug)]
+#[expect(clippy::struct_excessive_bools, reason = "independent of each other")]
 struct Worker {
     /// Of a worker in one generation.
     id: u64,

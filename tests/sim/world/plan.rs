@@ -20,6 +20,7 @@ const MAX_RESTARTS: u32 = 3;
 
 /// One job.
 #[derive(Clone, Debug)]
+#[expect(clippy::struct_excessive_bools, reason = "independent of each other")]
 pub(crate) struct JobPlan {
     pub(crate) name: String,
     pub(crate) min_nodes: u32,
