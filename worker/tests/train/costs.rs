@@ -430,37 +430,41 @@ fn what_is_foretold_of_layouts_is_what_happens() {
             c.train.grad_accumulation = 4;
             change(c);
         });
-        let (trained, told) = (job.train(world as u32), estimate(&job, world));
-        for line in &trained.metrics {
-            let (memory, held) = (line.memory, told.held);
-            let [measured, planned] = [
-                [
-                    memory.params,
-                    memory.grads,
-                    memory.optimizer,
-                    memory.gathered,
-                    memory.activations,
-                ],
-                [
-                    held.params,
-                    held.grads,
-                    held.optimizer,
-                    held.gathered,
-                    held.activations,
-                ],
-            ];
-            assert_eq!(measured, planned, "{layout}");
-            let (sent, planned) = (line.wire_bytes, told.sent);
-            assert_eq!(
-                (sent.grads, sent.params),
-                (planned.grads, planned.params),
-                "{layout}"
-            );
-            assert_eq!(sent.pipeline, planned.pipeline, "{layout}");
-            // Where rows go depends on the router.
-            if job.config.parallel.expert == 1 {
-                assert_eq!(sent.activations, planned.activations, "{layout}");
-            }
+        expect_as_foretold(layout, &job, world);
+    }
+}
+
+fn expect_as_foretold(layout: &str, job: &Job, world: usize) {
+    let (trained, told) = (job.train(world as u32), estimate(job, world));
+    for line in &trained.metrics {
+        let (memory, held) = (line.memory, told.held);
+        let [measured, planned] = [
+            [
+                memory.params,
+                memory.grads,
+                memory.optimizer,
+                memory.gathered,
+                memory.activations,
+            ],
+            [
+                held.params,
+                held.grads,
+                held.optimizer,
+                held.gathered,
+                held.activations,
+            ],
+        ];
+        assert_eq!(measured, planned, "{layout}");
+        let (sent, planned) = (line.wire_bytes, told.sent);
+        assert_eq!(
+            (sent.grads, sent.params),
+            (planned.grads, planned.params),
+            "{layout}"
+        );
+        assert_eq!(sent.pipeline, planned.pipeline, "{layout}");
+        // Where rows go depends on the router.
+        if job.config.parallel.expert == 1 {
+            assert_eq!(sent.activations, planned.activations, "{layout}");
         }
     }
 }

@@ -545,7 +545,7 @@ fn a_model_whose_state_is_four_times_the_memory_of_the_device_trains() {
             ProbedDevice::telling(Arc::new(move |moment| match moment {
                 Moment::Allocation(more) => drop(bytes.fetch_add(more, Ordering::Relaxed)),
                 // To ask the kernel takes long.
-                _ if moments.fetch_add(1, Ordering::Relaxed) % 7 != 0 => {}
+                _ if !moments.fetch_add(1, Ordering::Relaxed).is_multiple_of(7) => {}
                 _ => drop(told.fetch_max(resident(&dir).1, Ordering::Relaxed)),
             }))
         }));

@@ -361,9 +361,9 @@ fn context_ranks_have_the_losses_of_one_rank_and_one_state_whatever_is_sharded()
         let alone = ALONE.train(change);
         let sharded = |strategy| {
             Layout {
+                data,
                 strategy,
                 context,
-                data,
                 ..ALONE
             }
             .train(change)
