@@ -35,7 +35,7 @@ fn layout(sizes: &[usize], world_size: usize, dtype: DType) -> Arc<GradientLayou
 
 /// Sums of gradients that are `rank + 1 + id` everywhere and still to be computed when they are reported, with
 /// the event behind them or, wrongly, with one that is reached already.
-fn sums_of_deferred(config: ReducerConfig, executor: Executor, honest: bool) -> Vec<Vec<f32>> {
+fn sums_of_deferred(config: &ReducerConfig, executor: Executor, honest: bool) -> Vec<Vec<f32>> {
     let layout = layout(&SIZES, 2, DType::F32);
     World::of(&[2]).run(executor, |rank| {
         let device: Arc<dyn Device> = Arc::new(DeferredDevice::new());
@@ -74,7 +74,7 @@ fn a_bucket_waits_for_the_events_of_its_gradients() {
                 overlap,
                 ..ReducerConfig::default()
             };
-            let sums = sums_of_deferred(config.clone(), executor, true);
+            let sums = sums_of_deferred(&config, executor, true);
             assert_eq!(sums, [[3.0, 5.0, 7.0], [3.0, 5.0, 7.0]], "{config:?}");
         }
     }
@@ -84,7 +84,7 @@ fn a_bucket_waits_for_the_events_of_its_gradients() {
 #[test]
 fn without_the_events_yesterdays_gradients_are_summed() {
     let config = ReducerConfig::default();
-    let sums = sums_of_deferred(config, Executor::Thread, false);
+    let sums = sums_of_deferred(&config, Executor::Thread, false);
     assert_eq!(sums, [[0.0; 3], [0.0; 3]]);
 }
 
