@@ -95,7 +95,7 @@ fn expect_parity(name: &str, config: &Model) {
 }
 
 /// Those of the step that was computed last.
-fn expect_gradients(name: &str, rank: &Rank, config: &Model, safetensors: &[u8]) {
+fn expect_gradients(name: &str, rank: &mut Rank, config: &Model, safetensors: &[u8]) {
     let expected = SafeTensors::deserialize(safetensors).unwrap();
     let (published, decoder) = (Published::of(config.kind), Decoder::of(config));
     let mut compared = 0;
