@@ -215,11 +215,14 @@ pub(crate) fn expect_indices(
     end: usize,
 ) -> Result<(), DeviceError> {
     let last = i32::try_from(end).unwrap_or(i32::MAX);
-    match indices.iter().position(|index| !(least..last).contains(index)) {
-        None => Ok(()),
-        Some(at) => Err(DeviceError::Shape {
-            op,
-            what: format!("`{name}[{at}]` is {}, there are {end}", indices[at]),
-        }),
-    }
+    let Some(at) = indices.iter().position(|index| !(least..last).contains(index)) else {
+        return Ok(());
+    };
+    let expected = if indices[at] < least {
+        format!("at least {least}")
+    } else {
+        format!("less than {end}")
+    };
+    let what = format!("`{name}[{at}]` is {}, expected {expected}", indices[at]);
+    Err(DeviceError::Shape { op, what })
 }

@@ -346,11 +346,11 @@ fn bad_sizes_and_tokens_are_named() {
     };
     assert_eq!(
         token(10),
-        "operation `encoder_forward`: `tokens[1]` is 10, the vocabulary has 10"
+        "operation `encoder_forward`: `tokens[1]` is 10, expected less than 10"
     );
     assert_eq!(
         token(-1),
-        "operation `encoder_forward`: `tokens[1]` is -1, the vocabulary has 10"
+        "operation `encoder_forward`: `tokens[1]` is -1, expected at least 0"
     );
 
     let targets = rig.buffer(&[-1, 5]);

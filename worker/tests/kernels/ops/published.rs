@@ -87,7 +87,7 @@ fn expect_parity(name: &str, config: &Model) {
     );
     expect_gradients(
         name,
-        &rank,
+        &mut rank,
         config,
         &fs::read(folder.join("gradients.safetensors")).unwrap(),
     );
