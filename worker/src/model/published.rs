@@ -59,6 +59,8 @@ pub enum FixedSetting {
     Number(f64),
     /// True or false.
     Flag(bool),
+    /// None.
+    Null,
 }
 
 /// A published tensor: rows of a parameter, or all of it.
@@ -231,7 +233,10 @@ static MIXTRAL: Published = Published {
         },
     ],
     sizes: LLAMA_SIZES,
-    fixed: &[("hidden_act", FixedSetting::Word(&["silu", "swish"]))],
+    fixed: &[
+        ("hidden_act", FixedSetting::Word(&["silu", "swish"])),
+        ("sliding_window", FixedSetting::Null),
+    ],
     ..LLAMA_TABLE
 };
 
@@ -253,6 +258,8 @@ impl Published {
     pub const TIED: &'static str = "tie_word_embeddings";
     /// Channels of a head.
     pub const HEAD_SIZE: &'static str = "head_dim";
+    /// How the router's numbers become scores. Transformers' Mixtral knows softmax only.
+    pub const SCORE: &'static str = "scoring_func";
 
     /// The table of a kind.
     pub fn of(kind: ModelKind) -> &'static Self {
@@ -324,6 +331,13 @@ impl Published {
         self.architecture.filter(|_| is_published)
     }
 
+    /// Why the published form of a model computes something else, if it does.
+    pub fn contradiction(model: &config::Model) -> Option<&'static str> {
+        (model.kind == ModelKind::Mixtral && model.experts.top_k == 1).then_some(
+            "with `experts.top_k: 1`, the weight of an expert is its score here, and always 1 in transformers' Mixtral",
+        )
+    }
+
     /// A tensor's name in a file for other tools. Transformers takes a file without the prefix for one without a head,
     /// so only such a file leaves it out.
     pub fn name_in_file(&self, name: &str, decoder: &Decoder) -> String {
@@ -375,6 +389,9 @@ impl Published {
             let head_size = decoder.attention.map(|attention| attention.head_size);
             set(Self::HEAD_SIZE, json!(head_size));
         }
+        if let Some(experts) = decoder.experts.filter(|all| all.score != RouterScore::Softmax) {
+            set(Self::SCORE, json!(experts.score));
+        }
         settings.into()
     }
 }
@@ -403,6 +420,7 @@ impl FixedSetting {
             Self::Word(words) => found.as_str().is_some_and(|found| words.contains(&found)),
             Self::Number(number) => found.as_f64() == Some(*number),
             Self::Flag(flag) => found.as_bool() == Some(*flag),
+            Self::Null => found.is_null(),
         }
     }
 
@@ -411,6 +429,7 @@ impl FixedSetting {
             Self::Word(words) => words[0].into(),
             Self::Number(number) => (*number).into(),
             Self::Flag(flag) => (*flag).into(),
+            Self::Null => Value::Null,
         }
     }
 }
@@ -421,6 +440,7 @@ impl fmt::Display for FixedSetting {
             Self::Word(words) => write!(f, "`{}`", words[0]),
             Self::Number(number) => write!(f, "{number:e}"),
             Self::Flag(flag) => write!(f, "{flag}"),
+            Self::Null => f.write_str("null"),
         }
     }
 }

@@ -229,7 +229,7 @@ impl Misfit {
     }
 
     /// One that no line of the configuration can mend, and what can.
-    fn differs_for_good(&mut self, what: String, instead: &'static str) {
+    pub(super) fn differs_for_good(&mut self, what: String, instead: &'static str) {
         self.instead.get_or_insert(instead);
         self.differs(what);
     }

@@ -9,7 +9,7 @@ use serde_json::{Map, Value};
 
 use super::files::{PretrainedError, read_json};
 use super::fit::{FOREIGN, Misfit};
-use crate::config::{Model, RopeScaling};
+use crate::config::{Model, ModelKind, RopeScaling, RouterScore};
 use crate::model::Published;
 
 /// Sizes that a model can have.
@@ -89,6 +89,9 @@ impl Settings {
             let positions = self.get(key)?.unwrap_or(there.block_size);
             there.block_size = there.block_size.min(positions);
         }
+        if there.kind == ModelKind::Mixtral {
+            there.experts.score = self.get(Published::SCORE)?.unwrap_or(RouterScore::Softmax);
+        }
         if there.kind.is_llama() {
             let (key, default) = Published::EPSILON;
             there.norm_eps = self.get(key)?.unwrap_or(default);
@@ -157,8 +160,17 @@ impl Settings {
     }
 }
 
+/// Reports a model that computes something else in its published form.
+pub(super) fn check_published(model: &Model, misfit: &mut Misfit) {
+    if let Some(why) = Published::contradiction(model) {
+        let hint = "use weights of a model with `experts.top_k` above 1, or leave out `init_from`";
+        misfit.differs_for_good(why.to_owned(), hint);
+    }
+}
+
 /// Reports the keys of the `model` section in which the model of the file differs.
 pub(super) fn compare(there: &Model, here: &Model, misfit: &mut Misfit) {
+    check_published(there, misfit);
     // Sizes that follow from others are compared as if those were changed already.
     let changed = Model {
         kind: there.kind,
@@ -177,6 +189,10 @@ pub(super) fn compare(there: &Model, here: &Model, misfit: &mut Misfit) {
         sizes("n_inner", [there.inner(), changed.inner()]),
         sizes("experts.count", [there, here].map(|model| model.experts.count)),
         sizes("experts.top_k", [there, here].map(|model| model.experts.top_k)),
+        (
+            "experts.score",
+            [there, here].map(|model| RouterScore::WORDS[model.experts.score as usize].to_owned()),
+        ),
         sizes("block_size", [there.block_size, here.block_size]),
         (
             "norm_eps",

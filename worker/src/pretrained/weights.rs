@@ -51,6 +51,8 @@ impl PretrainedWeights {
             if there.kind != model.kind {
                 return Err(misfit.into_error(path));
             }
+        } else {
+            settings::check_published(model, &mut misfit);
         }
         let expected = Expected::new(model, params);
         let mut named = expected.by_name(&tensors, &mut misfit);

@@ -196,6 +196,28 @@ fn of_a_llama(kv_rows: usize, head: Option<usize>) -> Vec<(&'static str, &'stati
         .collect()
 }
 
+/// Transformers would weight its experts in another way.
+#[test]
+fn a_mixtral_whose_positions_go_to_one_expert_is_not_exported() {
+    let source = run_of(&config::Model {
+        kind: ModelKind::Mixtral,
+        experts: config::Experts {
+            top_k: 1,
+            ..model().experts
+        },
+        ..llama()
+    });
+    let reader = Reader::open(source.path(), Which::Latest).unwrap();
+    let target = source.path().join("exported");
+    let error = export(&Disk, &reader, &target, &ExportedTokenizer::default()).unwrap_err();
+    let error = error.to_string();
+    assert!(
+        error.contains(" cannot be exported: with `experts.top_k: 1`"),
+        "{error}"
+    );
+    assert!(!target.exists());
+}
+
 fn llama() -> config::Model {
     config::Model {
         kind: ModelKind::Llama,

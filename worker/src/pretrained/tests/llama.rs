@@ -1,7 +1,7 @@
 //! Llama's names and settings, and those that are no Llama's.
 
 use super::*;
-use crate::config::RopeScaling;
+use crate::config::{RopeScaling, RouterScore};
 
 /// A Llama of two layers, four heads, of which two share one of keys and values.
 fn llama() -> Model {
@@ -389,4 +389,51 @@ fn tensors_of_a_llama_that_are_missing_or_too_many_are_named() {
     `llama` does not fit the `model` section: `model.layers.0.self_attn.k_proj.weight` occurs in the file twice, as `layers.0.self_attn.k_proj.weight` and as `model.layers.0.self_attn.k_proj.weight`
       hint: check that the weights are complete, and that the sizes in section `model` are those of the weights
     ");
+}
+
+#[test]
+fn a_mixtral_that_computes_something_else_is_refused() {
+    let published = |changed: &[(&str, Value)]| {
+        let mut settings =
+            json!({ "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2 });
+        for (key, value) in changed {
+            settings[key] = value.clone();
+        }
+        settings
+    };
+    let case = |change: fn(&mut Model)| {
+        let mut model = Model {
+            kind: ModelKind::Mixtral,
+            ..llama()
+        };
+        change(&mut model);
+        Case::of_llama(model, Dtype::F32)
+    };
+    let plain = case(|_| ()).with(&published(&[("sliding_window", Value::Null)]));
+    plain.expect_values(&plain.open().unwrap());
+    let window = published(&[("sliding_window", 4096.into())]);
+    insta::assert_snapshot!(case(|_| ()).error_with(&window), @r"
+    `mixtral` does not fit the `model` section: `sliding_window` is 4096 in the file and null in this model
+      hint: the weights are of an architecture that this build does not support
+    ");
+
+    let sigmoid = || case(|model| model.experts.score = RouterScore::Sigmoid);
+    insta::assert_snapshot!(sigmoid().error_with(&published(&[])), @r"
+    `mixtral` does not fit the `model` section: `experts.score` is softmax in the file and sigmoid in this model
+      hint: write `experts: { score: softmax }` in section `model`
+    ");
+    let ours = sigmoid().with(&published(&[("scoring_func", "sigmoid".into())]));
+    ours.expect_values(&ours.open().unwrap());
+
+    let single = || case(|model| model.experts.top_k = 1);
+    let one = published(&[("num_experts_per_tok", 1.into())]);
+    insta::assert_snapshot!(single().error_with(&one), @r"
+    `mixtral` does not fit the `model` section: with `experts.top_k: 1`, the weight of an expert is its score here, and always 1 in transformers' Mixtral
+      hint: use weights of a model with `experts.top_k` above 1, or leave out `init_from`
+    ");
+    assert_eq!(
+        single().error(""),
+        single().error_with(&one),
+        "without `config.json`"
+    );
 }
