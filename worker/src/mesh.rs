@@ -294,19 +294,25 @@ fn expert_ranks(parallel: &Parallel, data: usize) -> Result<usize, Problem> {
 
 /// `data` data-parallel ranks are not several groups of `group`, each a multiple of `expert`.
 fn unequal_groups(parallel: &Parallel, [data, group, expert]: [usize; 3]) -> Problem {
-    let found = match parallel.shard_group {
-        Some(ShardGroup::Ranks(ranks)) => ranks.to_string(),
-        _ => "node".into(),
+    let (found, others) = match parallel.shard_group {
+        Some(ShardGroup::Ranks(ranks)) => (ranks.to_string(), ""),
+        _ => ("node".into(), ", `--nproc-per-node`"),
     };
-    let what = if group > 0 && data.is_multiple_of(group) {
-        format!(
-            "but groups of {group} cannot be divided into the {expert} that hold the experts of a layer together"
+    let (what, hint) = if group > 0 && data.is_multiple_of(group) {
+        (
+            format!(
+                "but groups of {group} cannot be divided into the {expert} that hold the experts of a layer together"
+            ),
+            format!("change `parallel.expert`{others} or `parallel.shard_group`"),
         )
     } else {
-        format!("but {data} data-parallel ranks cannot be divided into groups of {group}")
+        (
+            format!("but {data} data-parallel ranks cannot be divided into groups of {group}"),
+            SAME_SIZE.to_owned(),
+        )
     };
     let what = format!("`parallel.shard_group` is {found}, {what}");
-    Problem::new("parallel.shard_group", what).with_hint(SAME_SIZE)
+    Problem::new("parallel.shard_group", what).with_hint(hint)
 }
 
 /// The number of ranks is no multiple of the ranks that hold one model.
@@ -650,7 +656,7 @@ mod tests {
         ");
         insta::assert_snapshot!(shape(Strategy::Zero1, 8, Some(2)).unwrap_err(), @r"
         `parallel.shard_group` is 2, but groups of 2 cannot be divided into the 4 that hold the experts of a layer together
-          hint: all groups must have the same number of ranks; change `--nproc-per-node` or `parallel.shard_group`
+          hint: change `parallel.expert` or `parallel.shard_group`
         ");
     }
 

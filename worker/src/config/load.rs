@@ -42,6 +42,7 @@ pub fn load_without_data(path: &Path, overrides: &[String]) -> Result<Located, C
     config.model.init_from = config.model.init_from.map(|weights| folder.join(weights));
     let broken = run(&config)
         .or_else(|| without_effect(&config))
+        .or_else(|| offload(&config))
         .or_else(|| training(&config))
         .or_else(|| check_rows(&config).err())
         .or_else(|| expert_ranks(&config))
@@ -209,7 +210,36 @@ fn run(config: &TrainConfig) -> Option<Problem> {
     ))
 }
 
-/// Optimizer, learning rate and checkpoints.
+/// State and parameters outside the memory of the device.
+fn offload(config: &TrainConfig) -> Option<Problem> {
+    let (home, parameters) = (config.train.offload.optimizer, config.train.offload.parameters);
+    let place = OffloadTarget::WORDS[parameters as usize];
+    let keys = [("optimizer", home), ("parameters", parameters)];
+    let offloaded = keys.iter().find(|(_, target)| *target != OffloadTarget::None);
+    if let (OptimizerKind::Muon, Some((key, _))) = (config.train.optimizer.kind, offloaded) {
+        let key = format!("train.offload.{key}");
+        let what = "`train.optimizer.kind: muon` needs parameters and state on the device, where matrices are multiplied";
+        let hint = "leave out `train.offload`, or use a different optimizer";
+        return Some(Problem::new(key, what).with_hint(hint));
+    }
+    let (needed, why) = match config.parallel.strategy {
+        _ if parameters == OffloadTarget::None => return None,
+        Strategy::Zero3 if home == parameters => return None,
+        Strategy::Zero3 => (
+            format!("train.offload.optimizer: {place}"),
+            "an update works on both in one place",
+        ),
+        _ => (
+            "parallel.strategy: zero3".to_owned(),
+            "elsewhere every rank computes with a whole copy of the parameters",
+        ),
+    };
+    let what = format!("`train.offload.parameters: {place}` needs `{needed}`: {why}");
+    let hint = format!("set `{needed}`, or leave out `train.offload.parameters`");
+    Some(Problem::new("train.offload.parameters", what).with_hint(hint))
+}
+
+/// Learning rate and checkpoints.
 fn training(config: &TrainConfig) -> Option<Problem> {
     let train = &config.train;
     let (schedule, lr, steps, due) = (
@@ -221,31 +251,6 @@ fn training(config: &TrainConfig) -> Option<Problem> {
     if train.lr_scaling == LrScaling::Linear && train.base_batch.is_none() {
         let what = "`train.lr_scaling: linear` needs `train.base_batch`: the global batch, in samples, that `train.optimizer.lr` is meant for";
         return Some(Problem::new("train.lr_scaling", what).with_hint("add `base_batch: …` under `train:`"));
-    }
-    if train.optimizer.kind == OptimizerKind::Muon && train.offload.optimizer != OffloadTarget::None {
-        let what =
-            "`train.optimizer.kind: muon` needs its state on the device, where matrices are multiplied";
-        let hint = "leave out `train.offload.optimizer`, or use a different optimizer";
-        return Some(Problem::new("train.offload.optimizer", what).with_hint(hint));
-    }
-    let (home, parameters) = (train.offload.optimizer, train.offload.parameters);
-    let place = OffloadTarget::WORDS[parameters as usize];
-    let missing = match config.parallel.strategy {
-        _ if parameters == OffloadTarget::None => None,
-        Strategy::Zero3 if home == parameters => None,
-        Strategy::Zero3 => Some((
-            format!("train.offload.optimizer: {place}"),
-            "an update works on both in one place",
-        )),
-        _ => Some((
-            "parallel.strategy: zero3".to_owned(),
-            "elsewhere every rank computes with a whole copy of the parameters",
-        )),
-    };
-    if let Some((needed, why)) = missing {
-        let what = format!("`train.offload.parameters: {place}` needs `{needed}`: {why}");
-        let hint = format!("set `{needed}`, or leave out `train.offload.parameters`");
-        return Some(Problem::new("train.offload.parameters", what).with_hint(hint));
     }
     if schedule.min_lr > lr {
         let min_lr = schedule.min_lr;
@@ -362,7 +367,7 @@ fn experts(model: &Model) -> Option<Problem> {
     };
     (model.kind == ModelKind::Mixtral && found > most).then(|| {
         let what = format!("`{key}` is {found}, expected at most `{of}`, which is {most}");
-        Problem::new(key, what)
+        Problem::new(key, what).with_hint(format!("set `{key}` to {most} or less, or a larger `{of}`"))
     })
 }
 

@@ -378,7 +378,10 @@ fn experts_out_of_range() {
     assert!(
         set("model.experts.count=4").contains("`model.experts` has no effect without `model.kind: mixtral`")
     );
-    insta::assert_snapshot!(experts("model.experts.top_k=9"), @"`--set model.experts.top_k=9`: `model.experts.top_k` is 9, expected at most `model.experts.count`, which is 8");
+    insta::assert_snapshot!(experts("model.experts.top_k=9"), @r"
+    `--set model.experts.top_k=9`: `model.experts.top_k` is 9, expected at most `model.experts.count`, which is 8
+      hint: set `model.experts.top_k` to 8 or less, or a larger `model.experts.count`
+    ");
     insta::assert_snapshot!(experts("parallel.expert=3"), @r"
     `--set parallel.expert=3`: `model.experts.count` (8) cannot be divided over 3 expert-parallel ranks
       hint: set `model.experts.count` to 6 or 9, or a different `parallel.expert`
@@ -518,6 +521,17 @@ fn keys_that_the_strategy_does_not_read() {
     `--set train.offload.parameters=host`: `train.offload.parameters: host` needs `train.offload.optimizer: host`: an update works on both in one place
       hint: set `train.offload.optimizer: host`, or leave out `train.offload.parameters`
     ");
+    for key in ["optimizer", "parameters"] {
+        let offload = format!("train.offload.{key}=host");
+        let error = Case::new().error(
+            GOOD,
+            &["parallel.strategy=zero3", "train.optimizer.kind=muon", &offload],
+        );
+        assert!(
+            error.contains("hint: leave out `train.offload`, or use a different optimizer"),
+            "{error}"
+        );
+    }
     insta::assert_snapshot!(under("zero1", full).unwrap_err(), @r"
     `--set parallel.accumulate=full`: `parallel.accumulate` has no effect without `parallel.strategy: zero2` or `zero3`
       hint: leave it out

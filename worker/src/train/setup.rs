@@ -229,10 +229,16 @@ fn state_home(world: &World, config: &TrainConfig, run_dir: &RunDir) -> Result<S
     match offload.optimizer {
         OffloadTarget::None => Ok(StateMemory::on_device(device)),
         OffloadTarget::Host => Ok(StateMemory::on_host(device, threads(config), PIECE)?),
-        OffloadTarget::File if device.host_side().is_some() => Err(TrainError::Refused(format!(
-            "`train.offload.optimizer: file` needs a device that uses host memory, but {} has its own memory\n  hint: train on the CPU (`parallel.backend: cpu`), or set `train.offload.optimizer: host`",
-            device.name()
-        ))),
+        OffloadTarget::File if device.host_side().is_some() => {
+            let parameters = match offload.parameters {
+                OffloadTarget::None => "",
+                _ => " and `train.offload.parameters: host`",
+            };
+            Err(TrainError::Refused(format!(
+                "`train.offload.optimizer: file` needs a device that uses host memory, but {} has its own memory\n  hint: train on the CPU (`parallel.backend: cpu`), or set `train.offload.optimizer: host`{parameters}",
+                device.name()
+            )))
+        }
         OffloadTarget::File => {
             let dir = offload.dir.as_deref().unwrap_or(run_dir.path());
             Ok(StateMemory::in_files(device, dir))
