@@ -8,8 +8,8 @@ use super::setup::Prepared;
 use super::step::TrainerParts;
 use super::world::is_restarted;
 use crate::config::{
-    Accumulate, Experts, LrScaling, Model, ModelKind, OffloadTarget, Recompute, Strategy, Sync, Train,
-    TrainConfig, Vocabulary,
+    Accumulate, ContextAlgorithm, Experts, LrScaling, Model, ModelKind, OffloadTarget, Recompute, Strategy,
+    Sync, Train, TrainConfig, Vocabulary,
 };
 use crate::data::{Dataset, Tokens};
 use crate::device::DType;
@@ -336,9 +336,11 @@ fn nothing_to_shard(ranks: usize) -> String {
 fn context(trainer: &TrainerParts<'_>) -> Option<String> {
     let ranks = trainer.spec.strategy.mesh.size(&[Axis::Context]);
     let positions = trainer.replica.shape()[1];
-    (ranks > 1).then(|| {
-        format!("{ranks} ranks share each sample: {positions} positions each; they gather keys and values")
-    })
+    let reached = match trainer.config.parallel.context_algorithm {
+        ContextAlgorithm::Gather => "they gather keys and values",
+        ContextAlgorithm::Ring => "keys and values go from rank to rank",
+    };
+    (ranks > 1).then(|| format!("{ranks} ranks share each sample: {positions} positions each; {reached}"))
 }
 
 /// How many ranks divide each matrix, if several do.
