@@ -161,8 +161,9 @@ impl StateMemory {
         }
     }
 
-    /// Puts operations at the end of a stream, in this order. Those on state are updates, conversions, sums of two arrays
-    /// and squared norms.
+    /// Puts operations at the end of a stream. Those on state are updates, conversions, sums of two arrays and squared norms.
+    /// They run in this order, except with state on the host: there those of the device come first and updates last, so
+    /// that an operation that needs the result of a later kind belongs in a later call.
     pub fn enqueue_all(&self, stream: Stream, ops: Vec<Op>) {
         match &self.location {
             StateLocation::Device(_) => self.device.enqueue_all(stream, ops),
@@ -335,8 +336,8 @@ impl HostState {
         Ok(arena)
     }
 
-    /// Puts operations that touch the state on the stream, others on that of the device. Updates that are given together
-    /// overlap, and share passes where they are neighbours.
+    /// Puts operations on the stream: those that touch no state, then conversions, sums and squared norms, then updates,
+    /// each kind in the order given. Updates that are given together overlap, and share passes where they are neighbours.
     fn enqueue_all(&self, device: &dyn Device, stream: Stream, ops: Vec<Op>) {
         let (mut updates, mut passes) = (Vec::new(), Vec::new());
         for op in ops {
