@@ -97,11 +97,13 @@ sections! {
     Experts at "model.experts." {
         /// Experts of a layer.
         count: usize = 8, DEGREE;
-        /// Experts that a token goes to.
+        /// Experts that a token goes to. With 1, the weight is the score (Fedus et al. 2022); with more, scores are divided
+        /// by their sum, as transformers' Mixtral always does.
         top_k: usize = 2, DEGREE;
         /// Of how many layers the last one has experts; the others are those of `llama`.
         every: usize = 1, DEGREE;
-        /// Most tokens of a micro-batch that an expert takes, in terms of the mean; it drops the others. By default it takes all.
+        /// Most of a rank's own rows of a micro-batch that an expert takes, as a multiple of the mean; it drops the others.
+        /// By default it takes all.
         capacity: Option<f64>;
         /// Factor of the load-balancing loss (Fedus et al. 2022).
         aux_loss: f32 = 0.01, NOT_NEGATIVE;
@@ -109,7 +111,7 @@ sections! {
         z_loss: f32 = 0.0, NOT_NEGATIVE;
         /// Experts that every token goes to, beside the others (Dai et al. 2024).
         shared: usize = 0, Allowed::Whole(0..=1 << 12);
-        /// How the router's numbers become scores. The scores of a token's experts are divided by their sum.
+        /// How the router's numbers become scores.
         score: RouterScore = "softmax";
     }
 

@@ -3,7 +3,8 @@
 //!
 //! norm → router → dispatch → experts → combine → residual. The router computes in f32. Rows go to experts in the order of
 //! their positions; where ranks hold the experts together, a rank's experts take the rows of all these ranks, in rank order.
-//! What becomes of a row does not depend on the others, so that forward has the same bits on any number of ranks.
+//! Without `capacity`, what becomes of a row does not depend on the others, so that forward has the same bits on any number
+//! of ranks.
 //!
 //! The router's own losses are those of each micro-batch: with `T` positions, of which `n_e` chose expert `e` with mean
 //! probability `p_e`, `aux_loss · E · Σ n_e/T · p_e` (Fedus et al. 2022; as transformers computes it for one layer) and
