@@ -14,8 +14,8 @@
 //! dp = world / (pp · cp · tp). The last axis varies fastest with the rank, so that the groups that exchange most lie
 //! within a node.
 //!
-//! Experts have a second view of the same ranks: the ep ranks along [`EXPERTS`] hold those of a layer together. Ranks along
-//! `context` are among them, so that `expert` has ep / cp ranks.
+//! Experts have a second view of the same ranks: the ep ranks along [`MeshShape::expert_axes`] hold those of a layer
+//! together. Ranks along `context` are among them, so that `expert` has ep / cp ranks.
 //!
 //! This is the only place that computes ranks. A function that needs "how many ranks share this" is given a group.
 
