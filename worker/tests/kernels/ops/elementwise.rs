@@ -363,6 +363,6 @@ fn bad_sizes_and_tokens_are_named() {
     let error = rig.try_run(entropy).unwrap_err();
     assert_eq!(
         error.to_string(),
-        "operation `cross_entropy`: `targets[1]` is 5, the vocabulary has 5"
+        "operation `cross_entropy`: `targets[1]` is 5, expected less than 5"
     );
 }
