@@ -314,7 +314,7 @@ fn a_rank_that_wants_to_send_too_many_rows_to_experts_is_named() {
             .map_err(|error| error.to_string())
     });
     assert_eq!(answers[1], Ok(vec![2, 1]));
-    insta::assert_snapshot!(answers[0].as_ref().unwrap_err(), @"");
+    insta::assert_snapshot!(answers[0].as_ref().unwrap_err(), @"rank 1 wants to send [9] rows for experts, expected 4 at most");
 }
 
 #[test]
