@@ -173,7 +173,7 @@ impl MeshShape {
         })
     }
 
-    /// So many ranks that hold one copy of the state together, and nothing else.
+    /// A mesh of `ranks` that hold one copy of the state together, and no other axis.
     pub const fn of_shards(ranks: usize) -> Self {
         Self {
             sizes: [1, 1, ranks, 1, 1, 1],

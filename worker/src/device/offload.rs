@@ -1,6 +1,6 @@
 //! Where the state of a rank lives: memory of the device, memory of the host beside it, or a mapped file. The optimizer
-//! allocates its state there, and under ZeRO-3 parameters and gradients may lie there too (`train.offload`). Whoever has
-//! state there puts what touches it on a stream. These operations work element by element, so cutting them changes no bit.
+//! allocates its state there, and under ZeRO-3 parameters and gradients may lie there too (`train.offload`). The owner of
+//! state puts what touches it on a stream. These operations work element by element, so cutting them changes no bit.
 //!
 //! - A file is gone through piece by piece, so that no more than a piece of each array is resident. The kernel reads ahead
 //!   of an operation and writes back behind it; what it keeps of the file beyond that is cache, which gives way where memory
@@ -129,7 +129,7 @@ impl StateMemory {
         }
     }
 
-    /// Where so many bytes of state are, in arrays of which one operation touches so many at a time.
+    /// Where `state` bytes are, if an operation touches `arrays` arrays at a time.
     pub fn bytes(&self, state: usize, arrays: usize) -> StateBytes {
         let [device, host, file] = match self.place() {
             StatePlace::Device => [state, 0, 0],

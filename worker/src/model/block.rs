@@ -509,7 +509,7 @@ impl ModelPart {
         chunks: None,
     };
 
-    /// Which of so many experts it holds.
+    /// Which of the `count` experts of a layer it holds.
     pub(super) fn own_experts(&self, count: usize) -> Range<usize> {
         let (index, ranks) = self.experts;
         let own = count / ranks;

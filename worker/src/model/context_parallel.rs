@@ -17,8 +17,8 @@ use super::{Activation, Context, ExchangeKind, TensorOps};
 use crate::device::{Buffer, DeviceError};
 use crate::ops::{AttentionForward, AttentionShape, CopyRows, DropoutMask, Fill, HeadsView, RowBlocks};
 
-/// The positions of a sample that the rank at `index` of so many `ranks` computes: one range for a single rank, else two, of
-/// one length.
+/// The positions of a sample that the rank at `index` of `ranks` computes: one range for a single rank, else two of one
+/// length.
 pub fn zigzag(positions: usize, index: usize, ranks: usize) -> Vec<Range<usize>> {
     if ranks == 1 {
         return vec![0..positions];

@@ -232,7 +232,7 @@ impl ExpertLayer {
         self.all.capacity.map(rows)
     }
 
-    /// Rows of this rank's positions that so many experts take at most.
+    /// The most rows of this rank's positions that this number of experts can get.
     fn most_rows(&self, ctx: &Context<'_>, experts: usize) -> usize {
         let capacity = self.capacity(ctx).unwrap_or(ctx.rows());
         (ctx.rows() * self.all.top_k.min(experts)).min(experts * capacity)

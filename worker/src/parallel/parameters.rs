@@ -92,9 +92,9 @@ pub struct Parameters {
 /// A unit that is there, or on its way.
 struct Gathered {
     slot: usize,
-    /// The gathering that nobody has waited for.
+    /// The gathering, until something waits for it.
     work: Option<Work>,
-    /// The copy that nobody has waited for, of a unit that no other rank has a part of.
+    /// The same of a copy: of a unit that this rank has alone.
     loaded: Option<Event>,
 }
 

@@ -130,8 +130,8 @@ impl TensorOps for TensorGroup {
         self.links.is_some()
     }
 
-    /// Of two neighbours, one sends first and the other receives first: none waits in a circle with others, whoever carries
-    /// operations out. Only with an odd number of ranks, the last one sends and receives over the same link.
+    /// Of two neighbours, one sends first and the other receives first, so that no ranks wait in a circle, with an executor
+    /// thread or without. Only with an odd number of ranks, the last one sends and receives over the same link.
     fn pass_on(&self, [sent, received]: [&Activation; 2], name: &str) -> Result<[Exchange; 2], DeviceError> {
         self.tracker.check_input()?;
         let (index, size) = (self.index(), self.size());

@@ -82,7 +82,7 @@ impl StepTraffic {
         sent_along(axes, &self.exchanged).map(|(_, bytes)| bytes).sum()
     }
 
-    /// The part of it that is sent once in a step of so many micro-batches.
+    /// The part that is sent once per step, not once per micro-batch.
     pub(super) fn once(&self, micro_batches: u64) -> [u64; Span::COUNT] {
         std::array::from_fn(|span| self.state[span].saturating_sub(micro_batches * self.repeated[span]))
     }

@@ -298,7 +298,7 @@ fn a_rank_that_leaves_is_named() {
     }
 }
 
-/// An all-to-all of one rank, with as many elements for each other rank and so many of each.
+/// An all-to-all in which this rank sends `sent(rank)` elements to each other rank, and expects `received` of each.
 fn exchange(rank: &Rank, sent: &dyn Fn(usize) -> usize, received: usize) -> Work {
     let (me, size) = (rank.rank(), rank.comm.size());
     let counts = |each: &dyn Fn(usize) -> usize| -> Vec<usize> {

@@ -130,7 +130,7 @@ fn messages_go_round_a_ring() {
     }
 }
 
-/// Elements that a rank sends to another: none to some, and from the last rank to nobody.
+/// Elements that a rank sends to another: to some none. The last rank sends to no rank.
 fn part(from: usize, to: usize, size: usize, unit: usize) -> usize {
     if from + 1 == size {
         0

@@ -11,7 +11,7 @@ use crate::supervise::ending::Ending;
 enum Member {
     Waiting,
     Running,
-    /// It has left its generation, and lives until it is told of the next one.
+    /// It has left its generation, and waits for the next assignment.
     Parked,
     Ended(Ending),
 }

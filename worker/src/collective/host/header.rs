@@ -133,7 +133,7 @@ impl OperationHeader {
         self.common_arena = self.arena as u32;
     }
 
-    /// The header of an all-to-all for a peer, or as it should be of one, with a part of so many bytes.
+    /// The header of an all-to-all with the length of the part that one peer gets. Other operations keep theirs.
     pub(super) fn with_part(mut self, bytes: usize) -> Self {
         if self.call == ALL_TO_ALL {
             self.elements = (bytes / DTYPES[usize::from(self.dtype)].bytes()) as u64;

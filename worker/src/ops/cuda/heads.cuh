@@ -12,7 +12,7 @@
 struct View {
     u32 offset, stride;
 
-    // First element of a head of a sample of so many rows.
+    // First element of a head of a sample. Each sample has `rows` rows.
     __device__ __forceinline__ u64 at(u32 sample, u32 rows, u32 head) const {
         return (u64)sample * rows * stride + offset + head * HEAD;
     }

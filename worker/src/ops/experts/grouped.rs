@@ -18,9 +18,9 @@ use crate::memory::{Buffer, DType, DeviceError};
 const TILE: [usize; 2] = [512, 256];
 /// Columns of a tile are a multiple of this. The last tile has as many at least, where there are several.
 const STEP: usize = 16;
-/// `gemm` adds up outputs of at most so many elements in an order of its own.
+/// Most elements of an output for which `gemm` sums in a different order.
 const FEW: usize = 256;
-/// It divides an inner dimension that is longer.
+/// Length of an inner dimension. `gemm` cuts a longer one.
 const DEPTH: usize = 512;
 /// Rows and columns of a block's tile on a GPU.
 const CUDA_TILE: usize = 64;
@@ -43,7 +43,7 @@ fn expect_rows(
     count(op, "rows", rows).map(|_| rows)
 }
 
-/// Rows of each expert. Refuses offsets that do not ascend to at most so many rows.
+/// Rows of each expert. Refuses offsets that do not ascend, or end behind the last row.
 fn rows_of_groups(op: &'static str, offsets: &Buffer, rows: usize) -> Result<Vec<usize>, DeviceError> {
     let offsets = offsets.host::<i32>()?;
     let offsets: &[i32] = &offsets;

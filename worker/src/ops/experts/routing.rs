@@ -321,7 +321,8 @@ impl Router {
         chosen.expect_dtype(DType::I32).map(|()| rows)
     }
 
-    /// A kernel with a warp a row, and so many arrays of all experts' numbers for each. Its first arguments are the sizes.
+    /// A kernel with one warp per row, which has shared memory for `arrays` numbers per expert. Its first arguments are the
+    /// sizes.
     fn call(&self, op: &'static str, logits: &Buffer, arrays: usize) -> Result<Call, DeviceError> {
         let experts = self.experts;
         if experts > MOST_EXPERTS {

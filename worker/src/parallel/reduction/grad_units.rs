@@ -19,7 +19,7 @@
 //! own, so that the stream that computes does not wait either.
 //!
 //! A shard may lie in memory of the host or in a file ([`StateMemory`]). Beside the host a unit is stored as soon as it is
-//! reduced, on a stream of its own; whoever takes its slot next waits for that. With several copies of the state the shard
+//! reduced, on a stream of its own, and the next user of its slot waits for that. With several copies of the state the shard
 //! stays on the device, which sums it over them.
 
 use std::ops::Range;

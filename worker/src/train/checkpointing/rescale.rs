@@ -202,7 +202,7 @@ mod tests {
         MeshShape::new(parallel, &env)
     }
 
-    /// On so many data-parallel ranks.
+    /// On this number of data-parallel ranks.
     fn on_ranks(
         config: &mut TrainConfig,
         ranks: u64,

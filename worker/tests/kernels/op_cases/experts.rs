@@ -131,7 +131,7 @@ fn orders(size: Size) -> Vec<Case> {
     cases
 }
 
-/// So many indices below `end`, each once; every fifth is −1, and so are those that are more.
+/// `count` indices. Each below `end` comes at most once; every fifth, and those behind `end`, are −1.
 fn indices(count: usize, end: usize) -> Tensor {
     let index = |i: usize| {
         if i % 5 == 4 || i >= end {
