@@ -164,6 +164,8 @@ fn stopped_stage() -> (TinyJob, String) {
         .flag("--max-restarts", "0")
         .set("parallel.pipeline.stages=2")
         .set("train.steps=1000000")
+        // A step then takes much longer than a rank waits before it sends its action.
+        .set("train.grad_accumulation=128")
         .target("tiny.yaml")
         .start();
     wait_for_step(&job.out(), 3);
