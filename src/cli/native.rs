@@ -28,7 +28,7 @@ use ddp_worker::parallel::pipeline::PipelinePlan;
 pub use ddp_worker::plan::{Advice, Candidate, Comparison, Estimate, FoundLayout, LayoutSearch, Machines};
 use ddp_worker::pretrained::PretrainedError;
 use ddp_worker::session::{MemoryStore, Session, SessionError};
-use ddp_worker::train::{TrainError, check_initial_weights, pipeline_plan, run_worker};
+use ddp_worker::train::{TrainError, check_initial_weights, check_resumes, pipeline_plan, run_worker};
 pub use ddp_worker::{costs, cuda};
 use nix::time::ClockId;
 
@@ -161,7 +161,11 @@ impl Validated {
         let fate = match (found, step) {
             (FoundRun::None, _) => return Ok(None),
             (FoundRun::Deleted, _) => "deleted".to_owned(),
-            (FoundRun::Continued, Some(step)) => format!("resumed after step {step}"),
+            (FoundRun::Continued, Some(step)) => {
+                check_resumes(&self.located.config, &dir, step)
+                    .map_err(|error| CliError::Config(error.to_string()))?;
+                format!("resumed after step {step}")
+            }
             (FoundRun::Continued, None) => "started at step 0".to_owned(),
         };
         Ok(Some(format!("{holds}: it would be {fate}")))

@@ -133,14 +133,18 @@ impl fmt::Display for MeshShape {
         let axes = [
             ("pp", &[Axis::Pipeline][..]),
             ("dp", &SAMPLES),
-            ("ep", self.expert_axes()),
             ("cp", &[Axis::Context]),
             ("tp", &[Axis::Tensor]),
         ];
         let sizes = axes.map(|(name, axes)| (name, self.size(axes)));
         let several = sizes.iter().filter(|(_, ranks)| *ranks > 1);
         let words: Vec<String> = several.map(|(name, ranks)| format!("{name} {ranks}")).collect();
-        f.write_str(&words.join(" × "))
+        f.write_str(&words.join(" × "))?;
+        // No factor of the number of ranks: experts lie over those of dp and cp.
+        match self.size(self.expert_axes()) {
+            1 => Ok(()),
+            ranks => write!(f, ", ep {ranks}"),
+        }
     }
 }
 
@@ -303,7 +307,9 @@ fn unequal_groups(parallel: &Parallel, [data, group, expert]: [usize; 3]) -> Pro
             format!(
                 "but groups of {group} cannot be divided into the {expert} that hold the experts of a layer together"
             ),
-            format!("change `parallel.expert`{others} or `parallel.shard_group`"),
+            format!(
+                "set `parallel.shard_group` to a multiple of {expert}, or change `parallel.expert`{others}"
+            ),
         )
     } else {
         (
@@ -638,7 +644,7 @@ mod tests {
             MeshShape::new(&parallel, &env).map_err(|error| error.to_string())
         };
         let zero = shape(Strategy::Zero1, 4, Some(4)).unwrap();
-        assert_eq!(zero.to_string(), "dp 8 × ep 4 × cp 2 × tp 2");
+        assert_eq!(zero.to_string(), "dp 8 × cp 2 × tp 2, ep 4");
         assert_eq!(zero.members(9, zero.expert_axes()), [9, 11, 13, 15]);
         assert_eq!(zero.members(9, &[Axis::Context]), [9, 11]);
         assert_eq!(zero.members(9, zero.sharded()), [1, 3, 5, 7, 9, 11, 13, 15]);
@@ -656,7 +662,7 @@ mod tests {
         ");
         insta::assert_snapshot!(shape(Strategy::Zero1, 8, Some(2)).unwrap_err(), @r"
         `parallel.shard_group` is 2, but groups of 2 cannot be divided into the 4 that hold the experts of a layer together
-          hint: change `parallel.expert` or `parallel.shard_group`
+          hint: set `parallel.shard_group` to a multiple of 4, or change `parallel.expert`
         ");
     }
 

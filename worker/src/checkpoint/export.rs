@@ -48,13 +48,6 @@ pub fn export(
         });
     }
     source.check_model()?;
-    if let Some(why) = Published::contradiction(&source.model_config()?) {
-        return Err(CheckpointError::Foreign {
-            path: source.path().to_owned(),
-            what: format!(" cannot be exported: {why}"),
-            hint: "use it with `ddp-train generate`, or train a model with `experts.top_k` above 1",
-        });
-    }
     let temporary = beside(target)?;
     storage.run(DiskStep::CreateFolder(&temporary))?;
     let written = export_to(storage, source, &temporary, tokenizer).and_then(|()| {

@@ -378,7 +378,9 @@ fn expert_ranks(config: &TrainConfig) -> Option<Problem> {
         let what =
             format!("`model.experts.count` ({count}) cannot be divided over {ranks} expert-parallel ranks");
         let nearest = nearest_multiples(count, ranks);
-        let hint = format!("set `model.experts.count` to {nearest}, or a different `parallel.expert`");
+        let divides = |ranks: &usize| count.is_multiple_of(*ranks);
+        let fits = (1..=ranks.min(count)).rev().find(divides).unwrap_or(1);
+        let hint = format!("set `parallel.expert` to {fits}, or `model.experts.count` to {nearest}");
         Problem::new("parallel.expert", what).with_hint(hint)
     })
 }

@@ -100,7 +100,7 @@ sections! {
         /// Experts that a token goes to. With 1, the weight is the score (Fedus et al. 2022); with more, scores are divided
         /// by their sum, as transformers' Mixtral always does.
         top_k: usize = 2, DEGREE;
-        /// Of how many layers the last one has experts; the others are those of `llama`.
+        /// Every Nth layer has experts; the others are those of `llama`.
         every: usize = 1, DEGREE;
         /// Most of a rank's own rows of a micro-batch that an expert takes, as a multiple of the mean; it drops the others.
         /// By default it takes all.

@@ -384,7 +384,7 @@ fn experts_out_of_range() {
     ");
     insta::assert_snapshot!(experts("parallel.expert=3"), @r"
     `--set parallel.expert=3`: `model.experts.count` (8) cannot be divided over 3 expert-parallel ranks
-      hint: set `model.experts.count` to 6 or 9, or a different `parallel.expert`
+      hint: set `parallel.expert` to 2, or `model.experts.count` to 6 or 9
     ");
 }
 

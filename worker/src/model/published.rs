@@ -258,6 +258,9 @@ impl Published {
     pub const TIED: &'static str = "tie_word_embeddings";
     /// Channels of a head.
     pub const HEAD_SIZE: &'static str = "head_dim";
+    /// Before the `model_type` of a model that transformers would load as another one: it refuses a type that it does not
+    /// know.
+    pub const OWN: &'static str = "ddp_run_";
     /// How the router's numbers become scores. Transformers' Mixtral knows softmax only.
     pub const SCORE: &'static str = "scoring_func";
 
@@ -273,6 +276,7 @@ impl Published {
 
     /// The table with this `model_type`.
     pub fn of_type(model_type: &str) -> Option<&'static Self> {
+        let model_type = model_type.strip_prefix(Self::OWN).unwrap_or(model_type);
         [&GPT2, &LLAMA, &MLP, &MIXTRAL]
             .into_iter()
             .find(|published| published.model_type == model_type)
@@ -327,6 +331,7 @@ impl Published {
     fn class(&self, decoder: &Decoder) -> Option<&'static str> {
         let is_published = decoder.experts.is_none_or(|experts| {
             (experts.every, experts.shared, experts.score) == (1, 0, RouterScore::Softmax)
+                && experts.top_k > 1
         });
         self.architecture.filter(|_| is_published)
     }
@@ -360,7 +365,11 @@ impl Published {
         if let Some(architecture) = self.class(&decoder) {
             set("architectures", json!([architecture]));
         }
-        set("model_type", self.model_type.into());
+        let model_type = match (self.architecture, self.class(&decoder)) {
+            (Some(_), None) => format!("{}{}", Self::OWN, self.model_type),
+            _ => self.model_type.to_owned(),
+        };
+        set("model_type", model_type.into());
         set("torch_dtype", "float32".into());
         set("vocab_size", vocab.into());
         set(Self::TIED, decoder.is_tied.into());

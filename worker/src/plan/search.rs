@@ -62,6 +62,18 @@ pub struct FoundLayout {
 }
 
 impl LayoutSearch {
+    /// A key with which the configuration gives a layout itself.
+    pub fn given(config: &TrainConfig) -> Option<&'static str> {
+        let parallel = &config.parallel;
+        let keys = [
+            ("parallel.tensor", parallel.tensor),
+            ("parallel.context", parallel.context),
+            ("parallel.expert", parallel.expert),
+            ("parallel.pipeline.stages", parallel.pipeline.stages),
+        ];
+        keys.iter().find(|(_, ranks)| *ranks > 1).map(|(key, _)| *key)
+    }
+
     /// The `wanted` best layouts of a configuration on machines, of those that are looked at as long as the search
     /// `may_go_on`. None if the configuration gives a layout itself, if there is one rank only, or if the memory or a rate of
     /// the machines is not known.
@@ -71,18 +83,11 @@ impl LayoutSearch {
         wanted: usize,
         may_go_on: &mut dyn FnMut() -> bool,
     ) -> Result<Option<Self>, TrainError> {
-        let (parallel, cluster) = (&config.parallel, &machines.cluster);
-        let given = [
-            parallel.tensor,
-            parallel.context,
-            parallel.expert,
-            parallel.pipeline.stages,
-        ];
-        let is_given = given.iter().any(|ranks| *ranks > 1);
+        let cluster = &machines.cluster;
         let is_known = machines.flops.is_some()
             && (cluster.ranks_a_node == 1 || cluster.link.is_some())
             && (cluster.nodes == 1 || cluster.network.is_some());
-        let may_search = is_known && !is_given && cluster.ranks() > 1;
+        let may_search = is_known && Self::given(config).is_none() && cluster.ranks() > 1;
         let Some(memory) = machines.memory.filter(|_| may_search) else {
             return Ok(None);
         };

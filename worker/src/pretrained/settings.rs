@@ -84,10 +84,13 @@ impl Settings {
                 misfit.is_foreign(format!("`{key}` is {found} in the file and {here} in this model"));
             }
         }
-        // Fewer positions than the weights have can be trained.
-        for key in published.positions {
+        // Fewer positions than the weights have can be trained; rotary ones, which have no weights, can also be more.
+        for key in published.positions.iter().filter(|_| !there.kind.is_llama()) {
             let positions = self.get(key)?.unwrap_or(there.block_size);
             there.block_size = there.block_size.min(positions);
+        }
+        if !model_type.is_some_and(|name| name.starts_with(Published::OWN)) {
+            check_published(&there, misfit);
         }
         if there.kind == ModelKind::Mixtral {
             there.experts.score = self.get(Published::SCORE)?.unwrap_or(RouterScore::Softmax);
@@ -170,7 +173,6 @@ pub(super) fn check_published(model: &Model, misfit: &mut Misfit) {
 
 /// Reports the keys of the `model` section in which the model of the file differs.
 pub(super) fn compare(there: &Model, here: &Model, misfit: &mut Misfit) {
-    check_published(there, misfit);
     // Sizes that follow from others are compared as if those were changed already.
     let changed = Model {
         kind: there.kind,

@@ -42,7 +42,7 @@ pub(crate) mod strategy;
 mod warm_up;
 mod world;
 
-pub use checkpointing::{RankSnapshot, RunSnapshot, check_initial_weights};
+pub use checkpointing::{RankSnapshot, RunSnapshot, check_initial_weights, check_resumes};
 pub use error::TrainError;
 pub use reporting::Footprint;
 pub use run::{Ended, run_generations, run_worker};

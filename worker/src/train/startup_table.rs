@@ -72,6 +72,7 @@ fn rows(prepared: &Prepared<'_>) -> Rows {
     table.add("backend", backend(trainer));
     table.add("precision", precision(config));
     table.add("strategy", strategy(trainer));
+    table.add("experts", experts(trainer));
     table.add("context", context(trainer));
     table.add("tensor", tensor(trainer));
     table.add("pipeline", pipeline(&trainer.replica.plan));
@@ -330,6 +331,14 @@ fn nothing_to_shard(ranks: usize) -> String {
         ranks => format!("{ranks} ranks hold a single replica"),
     };
     format!("ddp: {copy}, nothing to shard")
+}
+
+/// How many ranks share the experts of each layer, if several do.
+fn experts(trainer: &TrainerParts<'_>) -> Option<String> {
+    let mesh = &trainer.spec.strategy.mesh;
+    let ranks = mesh.size(mesh.expert_axes());
+    let each = trainer.config.model.experts.count / ranks;
+    (ranks > 1).then(|| format!("{ranks} ranks share those of each layer: {each} each"))
 }
 
 /// How many ranks share the positions of each sample, if several do.

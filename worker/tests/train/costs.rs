@@ -382,7 +382,7 @@ fn what_is_foretold_of_copies_and_of_groups_that_persist_is_what_happens() {
 fn what_is_foretold_of_layouts_is_what_happens() {
     type Change = fn(&mut TrainConfig);
     let layouts: [(&str, usize, Change); 10] = [
-        ("dp 2 × ep 4 × cp 2, zero2", 4, |c| {
+        ("dp 2 × cp 2, ep 4, zero2", 4, |c| {
             c.model.kind = ModelKind::Mixtral;
             (c.model.n_inner, c.model.experts.capacity) = (Some(64), Some(1.5));
             (c.parallel.expert, c.parallel.context) = (4, 2);

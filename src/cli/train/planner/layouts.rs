@@ -71,7 +71,11 @@ fn recommendation(best: &[FoundLayout]) -> String {
         ahead.unwrap_or_default()
     );
     for FoundLayout { candidate, settings } in best {
-        let _ = writeln!(text, "For `{}`:\n {}", candidate.mesh, report::flags(settings));
+        let flags = match &settings[..] {
+            [] => " as configured".to_owned(),
+            settings => format!("\n {}", report::flags(settings)),
+        };
+        let _ = writeln!(text, "For `{}`:{flags}", candidate.mesh);
     }
     text
 }

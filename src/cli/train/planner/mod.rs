@@ -24,7 +24,7 @@ use ddp_proto::words::{bytes, decimal_bytes, grouped};
 use crate::cli::answer;
 use crate::cli::error::CliError;
 use crate::cli::native::costs::Cluster;
-use crate::cli::native::{Draft, Machines};
+use crate::cli::native::{Draft, LayoutSearch, Machines};
 use crate::cli::settings::Settings;
 use crate::cli::values::{self, ProcCount};
 use device::{DeviceArgs, Planned};
@@ -174,6 +174,11 @@ fn plan(args: &PlanArgs, config: &Path) -> Result<String, CliError> {
     if let (Some(search), Some(memory)) = (&search, machines.memory) {
         text.push('\n');
         text.push_str(&layouts::text(search, memory, &context));
+    } else if let Some(key) = LayoutSearch::given(draft.config()) {
+        let _ = writeln!(
+            text,
+            "Other layouts are not searched, because `{key}` is set; with 1, they are."
+        );
     }
     Ok(text)
 }

@@ -250,7 +250,7 @@ fn advice(comparison: &Comparison, machines: &Machines, context: &Context) -> St
             format!("Of the strategies that fit, `parallel.strategy: {taken}` sends least.\n")
         }
         Advice::Change(None) => format!(
-            "No strategy fits into {}, not even with recomputation and offloaded state: use a smaller `train.micro_batch` or more nodes.\n",
+            "No strategy fits into {}, not even with recomputation and offloaded state: use a smaller `train.micro_batch`, divide layers or samples (`parallel.tensor`, `parallel.context`), or take more nodes.\n",
             bytes(memory)
         ),
         Advice::Change(Some(found)) => format!(

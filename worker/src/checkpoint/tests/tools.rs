@@ -196,26 +196,31 @@ fn of_a_llama(kv_rows: usize, head: Option<usize>) -> Vec<(&'static str, &'stati
         .collect()
 }
 
-/// Transformers would weight its experts in another way.
+/// Transformers would load one as a Mixtral that computes something else.
 #[test]
-fn a_mixtral_whose_positions_go_to_one_expert_is_not_exported() {
-    let source = run_of(&config::Model {
-        kind: ModelKind::Mixtral,
-        experts: config::Experts {
-            top_k: 1,
-            ..model().experts
-        },
-        ..llama()
-    });
-    let reader = Reader::open(source.path(), Which::Latest).unwrap();
-    let target = source.path().join("exported");
-    let error = export(&Disk, &reader, &target, &ExportedTokenizer::default()).unwrap_err();
-    let error = error.to_string();
-    assert!(
-        error.contains(" cannot be exported: with `experts.top_k: 1`"),
-        "{error}"
-    );
-    assert!(!target.exists());
+fn experts_that_transformers_lacks_have_a_type_that_it_refuses() {
+    let changes: [(&str, fn(&mut config::Experts)); 5] = [
+        ("mixtral", |_| ()),
+        ("ddp_run_mixtral", |all| all.top_k = 1),
+        ("ddp_run_mixtral", |all| all.shared = 1),
+        ("ddp_run_mixtral", |all| all.score = config::RouterScore::Sigmoid),
+        ("ddp_run_mixtral", |all| all.every = 2),
+    ];
+    for (model_type, change) in changes {
+        let mut mixtral = config::Model {
+            kind: ModelKind::Mixtral,
+            n_layer: 2,
+            ..llama()
+        };
+        change(&mut mixtral.experts);
+        let source = run_of(&mixtral);
+        let reader = Reader::open(source.path(), Which::Latest).unwrap();
+        let target = source.path().join("exported");
+        export(&Disk, &reader, &target, &ExportedTokenizer::default()).unwrap();
+        let config: serde_json::Value =
+            serde_json::from_slice(&fs::read(target.join("config.json")).unwrap()).unwrap();
+        assert_eq!(config["model_type"], model_type, "{:?}", mixtral.experts);
+    }
 }
 
 fn llama() -> config::Model {

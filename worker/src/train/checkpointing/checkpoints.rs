@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 use ddp_proto::words::{counted, numbered};
 
 use super::owned_state::{RankState, copy, written};
+use super::resume::document;
 use super::save_thread::{Leader, SaveTask, SaveThread, Stage, spawn, unreadable};
 use crate::checkpoint::{CheckpointError, Extent, Rng, State, Storage, TOKENIZER_FILE, step_name};
 use crate::config::{CheckpointKeep, OffloadTarget, Tokenizer, TrainConfig};
@@ -437,13 +438,6 @@ pub(crate) fn identity(config: &TrainConfig, dataset: &Dataset) -> Result<State,
         data: dataset.train.fingerprint()?,
         val_data: val.map(|_| dataset.val.fingerprint()).transpose()?,
     })
-}
-
-/// A configuration to be compared with another: a tokenizer is the same wherever its file is.
-pub(crate) fn document(config: &TrainConfig) -> serde_json::Value {
-    let mut document = serde_json::to_value(config).expect("a configuration serialises");
-    document["data"]["tokenizer"] = config.vocabulary.identity(&config.data.tokenizer).into();
-    document
 }
 
 /// Name of the copy in errors and memory accounts.

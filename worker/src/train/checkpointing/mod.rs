@@ -14,8 +14,8 @@ mod rescale;
 mod resume;
 mod save_thread;
 
-pub(super) use checkpoints::{Checkpoints, Position, SavedRun, document, failed_saves, identity};
+pub(super) use checkpoints::{Checkpoints, Position, SavedRun, failed_saves, identity};
 pub(super) use owned_state::{RankState, load, snapshot};
 pub(super) use rescale::{BatchBefore, allowed_sizes, rescale};
-pub(super) use resume::{Origin, compare, open_checkpoint};
-pub use resume::{RankSnapshot, RunSnapshot, check_initial_weights};
+pub(super) use resume::{Origin, compare, document, open_checkpoint};
+pub use resume::{RankSnapshot, RunSnapshot, check_initial_weights, check_resumes};

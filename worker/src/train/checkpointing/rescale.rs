@@ -106,7 +106,7 @@ fn kept(micro_batch: u64, mesh: &MeshShape, samples: u64) -> Result<usize, Train
     let accumulation = accumulation.and_then(|passes| usize::try_from(passes).ok());
     accumulation.ok_or_else(|| {
         TrainError::Refused(format!(
-            "the run was trained with a global batch of {samples} samples, but {} with `train.micro_batch: {micro_batch}` cannot form it: {samples} is not a multiple of {ranks} × {micro_batch}\n  hint: change the number of ranks or `train.micro_batch`; `train.rescale: keep_micro_batch` allows a different global batch",
+            "the run was trained with a global batch of {samples} samples, but {} with `train.micro_batch: {micro_batch}` cannot form it: {samples} is not a multiple of {ranks} × {micro_batch}\n  hint: change the number of ranks, how many of them share a sample (`parallel.context`, `parallel.tensor`), or `train.micro_batch`; `train.rescale: keep_micro_batch` allows a different global batch",
             mesh.data_ranks()
         ))
     })
@@ -390,15 +390,15 @@ mod tests {
         };
         insta::assert_snapshot!(refusal(4, 2), @"
         the run was trained with a global batch of 12 samples, but 4 ranks with `train.micro_batch: 2` cannot form it: 12 is not a multiple of 4 × 2
-          hint: change the number of ranks or `train.micro_batch`; `train.rescale: keep_micro_batch` allows a different global batch
+          hint: change the number of ranks, how many of them share a sample (`parallel.context`, `parallel.tensor`), or `train.micro_batch`; `train.rescale: keep_micro_batch` allows a different global batch
         ");
         insta::assert_snapshot!(refusal(5, 12), @"
         the run was trained with a global batch of 12 samples, but 5 ranks with `train.micro_batch: 12` cannot form it: 12 is not a multiple of 5 × 12
-          hint: change the number of ranks or `train.micro_batch`; `train.rescale: keep_micro_batch` allows a different global batch
+          hint: change the number of ranks, how many of them share a sample (`parallel.context`, `parallel.tensor`), or `train.micro_batch`; `train.rescale: keep_micro_batch` allows a different global batch
         ");
         insta::assert_snapshot!(refusal(5, 7), @"
         the run was trained with a global batch of 12 samples, but 5 ranks with `train.micro_batch: 7` cannot form it: 12 is not a multiple of 5 × 7
-          hint: change the number of ranks or `train.micro_batch`; `train.rescale: keep_micro_batch` allows a different global batch
+          hint: change the number of ranks, how many of them share a sample (`parallel.context`, `parallel.tensor`), or `train.micro_batch`; `train.rescale: keep_micro_batch` allows a different global batch
         ");
     }
 

@@ -9,7 +9,7 @@ use ddp_proto::words::grouped;
 use serde_json::Value;
 
 use crate::checkpoint::{CheckpointError, Extent, Reader, State, StateSource, Which};
-use crate::config::{self, TrainConfig};
+use crate::config::{self, Experts, TrainConfig};
 use crate::data::ORDER_VERSION;
 use crate::model::{Model, ModelPart, Overlap};
 use crate::parallel::{Dtypes, Signature, check_agreement};
@@ -40,6 +40,13 @@ pub fn check_initial_weights(config: &TrainConfig) -> Result<(), TrainError> {
     let model = network(config, Dtypes::of(config), &ModelPart::WHOLE)?;
     PretrainedWeights::open(path, &config.model, &model.all_params)?;
     Ok(())
+}
+
+/// Refuses settings with which a run cannot go on from its checkpoint of `step`. Only a start reads the training data, and
+/// compares them too.
+pub fn check_resumes(config: &TrainConfig, out_dir: &Path, step: u64) -> Result<(), TrainError> {
+    let reader = Reader::open(out_dir, Which::Step(step))?;
+    compare_settings(reader.path(), &document(config), &reader.manifest().state.config)
 }
 
 /// What one rank owned of the state when its generation ended: copies on the host.
@@ -145,35 +152,52 @@ pub(crate) fn open_checkpoint(out_dir: &Path, step: u64, identity: &State) -> Re
 
 /// Refuses a saved state that is not of this run. `checkpoint` says where it is.
 pub(crate) fn compare(checkpoint: &Path, now: &State, then: &State) -> Result<(), TrainError> {
-    let contradiction = |key: &str, found: &str, begun: &str| {
-        TrainError::Refused(format!(
-            "cannot resume from `{}`: `{key}` is {found}, but the run was started with {begun}\n  hint: restore the value, or start a new run with a different `run.out_dir`",
-            checkpoint.display()
-        ))
-    };
-    for pointer in FIXED_KEYS {
-        let path = pointer[1..].replace('/', ".");
-        let [now, then] = [now, then].map(|state| lasting(&state.config, pointer));
-        if let Some((key, found, begun)) = difference(&path, now.as_ref(), then.as_ref()) {
-            return Err(contradiction(&key, &found, &begun));
-        }
-    }
+    compare_settings(checkpoint, &now.config, &then.config)?;
     let (order, begun) = (&now.rng.data_order, &then.rng.data_order);
     if order != begun || order != ORDER_VERSION {
-        return Err(contradiction("rule of the data order", order, begun));
+        return Err(contradiction(
+            checkpoint,
+            "rule of the data order",
+            [order, begun],
+        ));
     }
     if now.data != then.data {
-        return Err(contradiction(
-            "training text of `data.train`",
-            &now.data,
-            &then.data,
-        ));
+        let text = "training text of `data.train`";
+        return Err(contradiction(checkpoint, text, [&now.data, &then.data]));
     }
     Ok(())
 }
 
-/// A section without what may change: what counts only at the beginning of a run, and the rate of dropout. A checkpoint of
-/// an older build lacks the keys that were added since: they have their defaults.
+/// The part of [`compare`] that needs no data.
+fn compare_settings(checkpoint: &Path, now: &Value, then: &Value) -> Result<(), TrainError> {
+    for pointer in FIXED_KEYS {
+        let path = pointer[1..].replace('/', ".");
+        let [now, then] = [now, then].map(|config| lasting(config, pointer));
+        if let Some((key, found, begun)) = difference(&path, now.as_ref(), then.as_ref()) {
+            return Err(contradiction(checkpoint, &key, [&found, &begun]));
+        }
+    }
+    Ok(())
+}
+
+/// The value of `key` now, and when the run was started.
+fn contradiction(checkpoint: &Path, key: &str, [found, begun]: [&str; 2]) -> TrainError {
+    TrainError::Refused(format!(
+        "cannot resume from `{}`: `{key}` is {found}, but the run was started with {begun}\n  hint: restore the value, or start a new run with a different `run.out_dir`",
+        checkpoint.display()
+    ))
+}
+
+/// A configuration to be compared with another: a tokenizer is the same wherever its file is.
+pub(crate) fn document(config: &TrainConfig) -> Value {
+    let mut document = serde_json::to_value(config).expect("a configuration serialises");
+    document["data"]["tokenizer"] = config.vocabulary.identity(&config.data.tokenizer).into();
+    document
+}
+
+/// A section without what may change: what counts only at the beginning of a run, the rate of dropout, and what the losses
+/// of experts weigh and an expert takes at most. A checkpoint of an older build lacks the keys that were added since: they
+/// have their defaults.
 fn lasting(config: &Value, pointer: &str) -> Option<Value> {
     let section = config.pointer(pointer)?.clone();
     if pointer != "/model" {
@@ -182,6 +206,12 @@ fn lasting(config: &Value, pointer: &str) -> Option<Value> {
     let model = config::section("model", section.clone()).map(|model: config::Model| config::Model {
         init_from: None,
         dropout: 0.0,
+        experts: Experts {
+            capacity: None,
+            aux_loss: 0.0,
+            z_loss: 0.0,
+            ..model.experts
+        },
         ..model
     });
     let complete = model.and_then(serde_json::to_value);
