@@ -77,8 +77,8 @@ impl Layout {
             c.model.n_kv_head = Some(if self.grouped { 2 } else { 4 });
             c.model.n_inner = Some(48);
         }
-        c.train.steps = 6;
-        c.train.verify_every = 3;
+        c.train.steps = 4;
+        c.train.verify_every = 2;
         c.train.micro_batch = 2;
         c.train.precision = self.precision;
         c.train.recompute = self.recompute;
@@ -163,6 +163,8 @@ const KINDS: [(ModelKind, bool); 6] = [
 ];
 /// Data-parallel ranks that hold the experts of a layer together; none: every rank holds all of them.
 const EXPERTS: [usize; 4] = [0, 1, 2, 4];
+/// The same where they are divided.
+const DIVIDED: [usize; 2] = [2, 4];
 /// And whether ranks share rows.
 const PRECISIONS: [(Precision, bool); 4] = [
     (Precision::F32, false),
@@ -190,20 +192,23 @@ const SCHEDULES: [PipelineSchedule; 6] = [
 const CHUNKS: [Option<usize>; 4] = [None, Some(2), Some(3), Some(4)];
 const STRATEGIES: [Strategy; 4] = [Strategy::Ddp, Strategy::Zero1, Strategy::Zero2, Strategy::Zero3];
 
-/// All of them: four of every mesh, two where it has context ranks, whose other choices are made independently of it and of each other.
+/// All of them: four of every mesh, two where it has context ranks, and one more with divided experts where ranks can divide
+/// them. Their other choices are made independently of the mesh and of each other.
 fn layouts() -> Vec<Layout> {
-    let (mut kinds, mut saved) = (Deck::new(1, &KINDS), Deck::new(2, &RECOMPUTE));
+    let (mut kinds, mut saved) = (Deck::new(15, &KINDS), Deck::new(2, &RECOMPUTE));
     // Alone, a rank shares no rows.
     let mut precisions = Deck::new(3, &PRECISIONS);
     let mut alone = Deck::new(4, &PRECISIONS[..2]);
     let (mut schedules, mut chunks) = (Deck::new(5, &SCHEDULES), Deck::new(6, &CHUNKS));
     let mut strategies = Deck::new(7, &STRATEGIES);
     let mut counts = Deck::new(8, &[1, 2, 3]);
-    let mut experts = Deck::new(9, &EXPERTS);
+    let (mut experts, mut divided) = (Deck::new(9, &EXPERTS), Deck::new(11, &DIVIDED));
     let mut algorithms = Deck::new(10, &[ContextAlgorithm::Gather, ContextAlgorithm::Ring]);
     let mut layouts = Vec::new();
     for [stages, data, context, tensor] in RANKS.into_iter().flat_map(meshes) {
-        for _ in 0..if context > 1 { 2 } else { 4 } {
+        let of_any_kind = if context > 1 { 2 } else { 4 };
+        for number in 0..of_any_kind + usize::from(data * context > 1) {
+            let divides_experts = number == of_any_kind;
             let schedule = match stages {
                 1 => PipelineSchedule::OneFOneB,
                 _ => schedules.deal(),
@@ -215,6 +220,7 @@ fn layouts() -> Vec<Layout> {
                 _ => None,
             };
             let ((kind, grouped), (recompute, tied)) = (kinds.deal(), saved.deal());
+            let kind = if divides_experts { ModelKind::Mixtral } else { kind };
             let (precision, sequence) = match tensor {
                 1 => alone.deal(),
                 _ => precisions.deal(),
@@ -236,6 +242,7 @@ fn layouts() -> Vec<Layout> {
                 },
                 context,
                 expert: match kind {
+                    ModelKind::Mixtral if divides_experts => context * divided.deal().min(data),
                     ModelKind::Mixtral => (context * experts.deal().min(data)).max(1),
                     _ => 1,
                 },
@@ -393,8 +400,13 @@ fn found<T: Ord>(of: impl Fn(&Layout) -> Option<T>) -> Vec<T> {
 }
 
 #[test]
-fn a_hundred_layouts_at_least_are_generated_and_every_choice_is_among_them() {
-    assert!(layouts().len() >= 100, "{}", layouts().len());
+fn many_layouts_are_generated_and_every_choice_is_among_them() {
+    let of = |belongs: fn(&Layout) -> bool| layouts().iter().filter(|layout| belongs(layout)).count();
+    let counts = [of(|_| true), of(|l| l.context > 1), of(|l| l.expert > 1)];
+    assert!(
+        counts[0] >= 120 && counts[1] >= 40 && counts[2] >= 30,
+        "{counts:?}"
+    );
     let shared = |of: fn(&Layout) -> String| found(|layout| (layout.data > 1).then(|| of(layout)));
     let piped = |of: fn(&Layout) -> String| found(|layout| (layout.stages > 1).then(|| of(layout)));
     let cut = |of: fn(&Layout) -> String| found(|layout| (layout.tensor > 1).then(|| of(layout)));
@@ -403,19 +415,21 @@ fn a_hundred_layouts_at_least_are_generated_and_every_choice_is_among_them() {
     assert_eq!(parted(|l| format!("{:?} {:?}", l.strategy, l.algorithm)).len(), 8);
     assert_eq!(
         parted(|l| format!("{:?} {} {}", l.kind, l.stages > 1, l.tensor > 1)).len(),
-        11,
-        "of 12"
+        12
     );
     // Beside stages, and without them.
     assert_eq!(shared(|l| format!("{:?} {}", l.strategy, l.stages > 1)).len(), 8);
     assert_eq!(shared(|l| format!("{:?} {}", l.strategy, l.tensor > 1)).len(), 8);
     assert_eq!(piped(|l| format!("{:?}", l.schedule)).len(), 6);
     assert_eq!(piped(|l| format!("{:?}", l.kind)).len(), 3);
+    let divided = |of: fn(&Layout) -> String| found(|layout| (layout.expert > 1).then(|| of(layout)));
+    assert_eq!(divided(|l| format!("{:?} {}", l.strategy, l.stages > 1)).len(), 8);
+    assert_eq!(divided(|l| format!("{} {}", l.context, l.tensor > 1)).len(), 6);
     assert_eq!(
-        shared(|l| format!("{} {:?}", l.expert > 1, l.strategy)).len(),
-        8,
-        "experts on several ranks"
+        divided(|l| format!("{:?} {}", l.precision, l.accumulation > 1)).len(),
+        4
     );
+    assert_eq!(divided(|l| format!("{}", l.expert)), ["2", "4", "8"]);
     assert_eq!(piped(|l| format!("{:?}", l.chunks)).len(), 4, "none, 2, 3 and 4");
     assert_eq!(
         cut(|l| format!("{:?} {:?} {}", l.kind, l.precision, l.sequence)).len(),
