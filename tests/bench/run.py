@@ -364,7 +364,7 @@ def side_by_side(args, rows, script):
     print("| layout | ranks | ddp-run | exposed communication | peak RSS of a rank | PyTorch (gloo, fused AdamW) | its peak RSS | ratio of each round |")
     print("|---|---|---|---|---|---|---|---|")
     rounds = {layout: [] for layout in rows}
-    for _ in range(args.turns // 2):
+    for _ in range(max(1, args.turns // 2)):
         for layout, (ranks, more, words) in rows.items():
             with tempfile.TemporaryDirectory() as folder:
                 steps, rss = our_steps("A", 5, folder, ranks=ranks, more=more.items())
