@@ -189,11 +189,8 @@ impl StateMemory {
 
     /// Synchronises, then returns the bytes of a part of the state, or of the device's memory.
     pub fn download(&self, stream: Stream, src: &Buffer) -> Result<Vec<u8>, DeviceError> {
-        if self.held_by(src).is_none() {
-            return self.device.download(stream, src);
-        }
-        self.synchronize(stream)?;
-        Ok(src.host_bytes()?.to_vec())
+        let mut bytes = vec![0; src.bytes()];
+        self.download_to(stream, src, &mut bytes).map(|()| bytes)
     }
 
     /// As [`StateMemory::download`], to `dst`, which has as many bytes.
@@ -212,19 +209,15 @@ impl StateMemory {
 
     /// Puts an operation on the stream piece by piece.
     fn by_piece(&self, stream: Stream, op: &Op) {
-        let pieces: Vec<Op> = match (op, Elementwise::of(op)) {
-            (Op::Update(update), _) => pieces(update.param.len(), PIECE)
-                .map(|piece| update.slice(&piece).into())
-                .collect(),
-            (_, Some(op)) => op.pieces(PIECE).map(Elementwise::op).collect(),
-            _ => return self.device.enqueue(stream, op.clone()),
-        };
+        let pieces = pieces(op, PIECE);
         for (index, piece) in pieces.iter().enumerate() {
             let next = pieces.get(index + 1);
-            next.into_iter().flat_map(buffers).for_each(prefetch);
+            next.into_iter()
+                .flat_map(buffers)
+                .for_each(|next| prefetch(&next));
             self.device.enqueue(stream, piece.clone());
             // On a device that runs later this comes early; that costs time, never a number.
-            buffers(piece).into_iter().for_each(evict);
+            buffers(piece).iter().for_each(evict);
         }
     }
 }
@@ -235,8 +228,26 @@ const fn slot_bytes(piece: usize) -> usize {
     2 * piece * size_of::<f32>() + 4096
 }
 
+/// Parts of an operation on state, each of about `most` elements. Any other operation is not cut.
+fn pieces(op: &Op, most: usize) -> Vec<Op> {
+    match (op, Elementwise::of(op)) {
+        (Op::Update(op), _) => {
+            let ranges = ranges(op.param.len(), most);
+            ranges.map(|range| op.slice(&range).into()).collect()
+        }
+        (_, Some(Elementwise { x, out, each, of })) => {
+            let part = |range: Range<usize>| {
+                let out = out.slice(range.start / each..range.end.div_ceil(each));
+                of(x.slice(range), out)
+            };
+            ranges(x.len(), most.next_multiple_of(each)).map(part).collect()
+        }
+        _ => vec![op.clone()],
+    }
+}
+
 /// Ranges of `most` elements, and what is left.
-fn pieces(len: usize, most: usize) -> impl Iterator<Item = Range<usize>> {
+fn ranges(len: usize, most: usize) -> impl Iterator<Item = Range<usize>> {
     let starts = (0..len).step_by(most);
     starts.map(move |start| start..len.min(start + most))
 }
@@ -257,14 +268,13 @@ pub fn prefetch(buffer: &Buffer) {
 }
 
 /// What of an operation may lie in files.
-fn buffers(op: &Op) -> Vec<&Buffer> {
-    match op {
-        Op::Update(op) => {
+fn buffers(op: &Op) -> Vec<Buffer> {
+    match (op, Elementwise::of(op)) {
+        (Op::Update(op), _) => {
             let arrays = op.slots.iter().chain(&op.copy);
-            arrays.chain([&op.param, &op.grad]).collect()
+            arrays.chain([&op.param, &op.grad]).cloned().collect()
         }
-        Op::Cast(Cast { x, out }) | Op::ColumnSum(ColumnSum { x, out, .. }) => vec![x, out],
-        Op::SquaredNorm(SquaredNorm { x, .. }) => vec![x],
+        (_, Some(Elementwise { x, out, .. })) => vec![x, out],
         _ => Vec::new(),
     }
 }
@@ -295,20 +305,6 @@ impl Elementwise {
         };
         let (x, out) = (x.clone(), out.clone());
         Some(Self { x, out, each, of })
-    }
-
-    /// Parts of about `most` elements.
-    fn pieces(&self, most: usize) -> impl Iterator<Item = Self> {
-        let each = self.each;
-        pieces(self.x.len(), most.next_multiple_of(each)).map(move |range| Self {
-            out: self.out.slice(range.start / each..range.end.div_ceil(each)),
-            x: self.x.slice(range),
-            ..*self
-        })
-    }
-
-    fn op(self) -> Op {
-        (self.of)(self.x, self.out)
     }
 }
 
@@ -341,11 +337,14 @@ impl HostState {
     fn enqueue_all(&self, device: &dyn Device, stream: Stream, ops: Vec<Op>) {
         let (mut updates, mut passes) = (Vec::new(), Vec::new());
         for op in ops {
-            let parts = Elementwise::of(&op).filter(|op| self.holds(&op.x) || self.holds(&op.out));
-            match (op, parts) {
-                (Op::Update(op), _) if self.holds(&op.param) => updates.push(op),
-                (_, Some(op)) => passes.extend(op.pieces(self.piece).map(|piece| self.pass(piece))),
-                (other, None) => device.enqueue(stream, other),
+            let is_here = |op: Elementwise| self.holds(&op.x) || self.holds(&op.out);
+            match op {
+                Op::Update(op) if self.holds(&op.param) => updates.push(op),
+                op if Elementwise::of(&op).is_some_and(is_here) => {
+                    let pieces = pieces(&op, self.piece);
+                    passes.extend(pieces.iter().filter_map(Elementwise::of).map(|op| self.pass(op)));
+                }
+                op => device.enqueue(stream, op),
             }
         }
         let pieces = UpdatePiece::all(&updates, self.piece).into_iter();
@@ -397,20 +396,16 @@ struct UpdatePiece {
 }
 
 impl UpdatePiece {
-    /// Joins updates up to `most` elements, and cuts longer ones. Between two that are joined lies padding.
+    /// Cuts updates, and joins neighbours up to `most` elements. Between two that are joined lies padding.
     fn all(ops: &[Update], most: usize) -> Vec<Self> {
         let mut pieces: Vec<Self> = Vec::new();
         for op in ops {
-            let mut start = 0;
-            while start < op.param.len() {
-                let room = pieces.last().and_then(|piece| piece.room_for(op, start, most));
-                let end = op.param.len().min(start + room.unwrap_or(most));
-                let update = op.slice(&(start..end));
-                match (room, pieces.last_mut()) {
-                    (Some(_), Some(piece)) => piece.join(update),
-                    _ => pieces.push(Self::of(update)),
+            for range in ranges(op.param.len(), most) {
+                let update = op.slice(&range);
+                match pieces.last_mut().filter(|piece| piece.takes(&update, most)) {
+                    Some(piece) => piece.join(update),
+                    None => pieces.push(Self::of(update)),
                 }
-                start = end;
             }
         }
         pieces
@@ -423,18 +418,19 @@ impl UpdatePiece {
         }
     }
 
-    /// How many elements of `op`, from its element `start` on, can join. None if it does not follow with the same
-    /// distance everywhere; if it does, what lies between belongs to no parameter.
-    fn room_for(&self, op: &Update, start: usize, most: usize) -> Option<usize> {
-        let mut gaps = self.buffers.iter().zip(updated(op)).map(|(own, next)| {
-            let gap = (next.range().start + start).checked_sub(own.range().end);
+    /// True if the next update follows with the same distance everywhere, and both have `most` elements at most. What lies
+    /// between belongs to no parameter.
+    fn takes(&self, next: &Update, most: usize) -> bool {
+        let mut gaps = self.buffers.iter().zip(updated(next)).map(|(own, next)| {
+            let gap = next.range().start.checked_sub(own.range().end);
             gap.filter(|_| own.arena().same(next.arena()))
         });
-        let gap = gaps.next()??;
-        let scale = &self.updates[0].1.scale;
-        let follows = gaps.all(|other| other == Some(gap)) && scale.arena().same(op.scale.arena());
-        let room = most.checked_sub(self.buffers[0].len() + gap)?;
-        (follows && room > 0).then_some(room)
+        let Some(Some(gap)) = gaps.next() else {
+            return false;
+        };
+        gaps.all(|other| other == Some(gap))
+            && self.updates[0].1.scale.arena().same(next.scale.arena())
+            && self.buffers[0].len() + gap + next.param.len() <= most
     }
 
     fn join(&mut self, update: Update) {
