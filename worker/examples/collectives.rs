@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 
 use ddp_proto::env::WorkerEnv;
 use ddp_proto::trust::data_key::{DATA_KEY_BYTES, DataKey};
-use ddp_worker::collective::{Communicator, Executor, Launch, ReduceOp, Traffic, Work};
+use ddp_worker::collective::{Communicator, Executor, Launch, RankInfo, ReduceOp, Traffic, Work, connect};
 use ddp_worker::device::{ArenaSpec, Buffer, CpuDevice, DType, Device};
 use ddp_worker::parallel::{JoinOptions, join_world};
 use ddp_worker::session::{Entries, KeyValue, Session, StoreError};
@@ -177,13 +177,7 @@ fn session() -> Result<Session, Box<dyn Error>> {
 }
 
 fn measure(session: &Session, options: &Options) -> Result<(), Box<dyn Error>> {
-    let join = JoinOptions {
-        executor: Executor::Inline,
-        threads: 1,
-        timeout: TIMEOUT,
-        tree: options.tree,
-    };
-    let comm = join_world(session, &join)?;
+    let comm = join(session, options.tree)?;
     let device: Arc<dyn Device> = Arc::new(CpuDevice::new(1)?);
     let bench = Bench {
         comm: &comm,
@@ -200,6 +194,37 @@ fn measure(session: &Session, options: &Options) -> Result<(), Box<dyn Error>> {
         bench.size(size)?;
     }
     Ok(())
+}
+
+/// All ranks. On the nodes of this machine, `tree` says how small operations cross between them.
+fn join(session: &Session, tree: Option<bool>) -> Result<Communicator, Box<dyn Error>> {
+    if tree.is_none() {
+        let join = JoinOptions {
+            executor: Executor::Inline,
+            threads: 1,
+            timeout: TIMEOUT,
+        };
+        return Ok(join_world(session, &join)?);
+    }
+    let env = session.env();
+    let [rank, size] = [env.rank.get(), env.world_size.get()].map(|number| number as usize);
+    let info = RankInfo {
+        local_rank: env.local_rank.get() as usize,
+        local_world_size: env.local_world_size as usize,
+        node_rank: env.node_rank.get() as usize,
+        data_key: session.data_key().cloned(),
+        tree,
+        ..RankInfo::on_one_node(rank, size)
+    };
+    let (store, cancel) = (session.store(), session.cancel());
+    let transport = connect(&info, store.as_ref(), &cancel, TIMEOUT)?;
+    Ok(Communicator::new(
+        "world",
+        transport,
+        Executor::Inline,
+        TIMEOUT,
+        &cancel,
+    ))
 }
 
 struct Bench<'a> {

@@ -24,8 +24,6 @@ pub struct JoinOptions {
     pub threads: usize,
     /// Bound of the joining and of each operation.
     pub timeout: Duration,
-    /// See [`RankInfo::tree`].
-    pub tree: Option<bool>,
 }
 
 impl JoinOptions {
@@ -41,7 +39,6 @@ impl Default for JoinOptions {
             executor: Executor::Thread,
             threads: 1,
             timeout: Duration::from_mins(5),
-            tree: None,
         }
     }
 }
@@ -151,7 +148,7 @@ fn rank_info(session: &Session, options: &JoinOptions) -> Result<RankInfo, JoinE
         generation: env.generation.get(),
         data_key: session.data_key().cloned(),
         spin: env.local_world_size as usize * threads <= cores,
-        tree: options.tree,
+        tree: None,
     })
 }
 

@@ -55,7 +55,6 @@ impl World {
             },
             threads: threads(config),
             timeout: timeout(config),
-            tree: None,
         };
         // The first stream of a device is the one that computes.
         let compute = Compute::new(device);
