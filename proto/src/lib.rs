@@ -14,6 +14,7 @@
 //! | [`utc`] | points in time as text, for file names and messages | – |
 //! | [`words`] | numbers, sizes and lists in sentences | – |
 //! | [`printable`] | replaces control characters before a peer's text reaches a terminal or a log | – |
+//! | [`paths`] | the folder of a file | – |
 //! | [`ports`] | ranges of TCP ports | agent → worker |
 //! | [`exit`] | exit codes of the launcher | launcher → its caller |
 //!
@@ -69,6 +70,25 @@ pub mod rendezvous {
                 .field("reason", &self.reason)
                 .finish_non_exhaustive()
         }
+    }
+}
+
+/// Paths of files and folders.
+pub mod paths {
+    use std::path::Path;
+
+    /// The folder, or `.` for the empty path, which is what [`Path::parent`] gives for a bare name.
+    pub fn or_here(folder: &Path) -> &Path {
+        if folder.as_os_str().is_empty() {
+            Path::new(".")
+        } else {
+            folder
+        }
+    }
+
+    /// The folder that holds the file.
+    pub fn folder_of(file: &Path) -> &Path {
+        or_here(file.parent().unwrap_or(file))
     }
 }
 

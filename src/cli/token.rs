@@ -193,10 +193,7 @@ fn check_owner(data: &Metadata, own: u32) -> Result<(), String> {
 
 /// Makes the file, and on request its folder: false if another process is faster. It is never seen without its content.
 fn make_file(path: &Path, with_folder: bool) -> io::Result<bool> {
-    let folder = path
-        .parent()
-        .filter(|folder| !folder.as_os_str().is_empty())
-        .unwrap_or(Path::new("."));
+    let folder = ddp_proto::paths::folder_of(path);
     if with_folder {
         DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
     }

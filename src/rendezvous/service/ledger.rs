@@ -174,12 +174,7 @@ fn create_dir(dir: &Path) -> io::Result<()> {
     let missing: Vec<_> = dir.ancestors().take_while(|dir| !dir.exists()).collect();
     fs::create_dir_all(dir)?;
     for parent in missing.into_iter().filter_map(Path::parent) {
-        let parent = if parent.as_os_str().is_empty() {
-            Path::new(".")
-        } else {
-            parent
-        };
-        File::open(parent)?.sync_all()?;
+        File::open(ddp_proto::paths::or_here(parent))?.sync_all()?;
     }
     Ok(())
 }

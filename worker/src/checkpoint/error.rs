@@ -136,8 +136,7 @@ impl CheckpointError {
 fn out_dir_of(file: &Path) -> Option<&Path> {
     let root = file.parent()?.parent()?;
     let out_dir = root.parent().filter(|_| root.ends_with("checkpoints"))?;
-    let is_here = out_dir.as_os_str().is_empty();
-    Some(if is_here { Path::new(".") } else { out_dir })
+    Some(ddp_proto::paths::or_here(out_dir))
 }
 
 /// `f32[2, 3]`

@@ -53,7 +53,7 @@ pub fn export(
     let written = export_to(storage, source, &temporary, tokenizer).and_then(|()| {
         storage.run(DiskStep::SyncFolder(&temporary))?;
         storage.run(DiskStep::Rename(&temporary, target))?;
-        storage.run(DiskStep::SyncFolder(parent(target)))
+        storage.run(DiskStep::SyncFolder(ddp_proto::paths::folder_of(target)))
     });
     if written.is_err() {
         // The error that counts is on its way.
@@ -115,14 +115,7 @@ fn beside(target: &Path) -> Result<PathBuf, CheckpointError> {
     let mut hidden = OsString::from(".");
     hidden.push(name);
     hidden.push(format!(".exporting-{}", std::process::id()));
-    Ok(parent(target).join(hidden))
-}
-
-fn parent(target: &Path) -> &Path {
-    match target.parent() {
-        Some(parent) if !parent.as_os_str().is_empty() => parent,
-        _ => Path::new("."),
-    }
+    Ok(ddp_proto::paths::folder_of(target).join(hidden))
 }
 
 /// Bytes of a tensor that are in memory at once.

@@ -161,8 +161,7 @@ pub fn run_of(checkpoint: &Path) -> Option<(&Path, u64)> {
     let step = parse_step(checkpoint.file_name()?.to_str()?)?;
     let root = checkpoint.parent()?;
     let out_dir = root.parent().filter(|out_dir| checkpoints(out_dir) == root)?;
-    let is_here = out_dir.as_os_str().is_empty();
-    Some((if is_here { Path::new(".") } else { out_dir }, step))
+    Some((ddp_proto::paths::or_here(out_dir), step))
 }
 
 /// Names the checkpoint of a step in `latest`, when its folder has its name on the disk. After a crash at any point

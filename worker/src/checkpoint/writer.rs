@@ -224,8 +224,7 @@ impl Writer {
     /// Puts the names of the folders above the run's on the disk, which may be as new as the run.
     fn sync_above(&self) -> Result<(), CheckpointError> {
         for folder in self.out_dir.ancestors().skip(1) {
-            let is_here = folder.as_os_str().is_empty();
-            let folder = if is_here { Path::new(".") } else { folder };
+            let folder = ddp_proto::paths::or_here(folder);
             match self.storage.run(DiskStep::SyncFolder(folder)) {
                 // We did not create a folder that we may not open; and what has no names on a disk cannot be asked to keep
                 // them.

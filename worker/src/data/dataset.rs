@@ -330,10 +330,7 @@ pub fn matching(path: &Path) -> Result<Vec<PathBuf>, DataError> {
     if !has_star(path.as_os_str()) || path.symlink_metadata().is_ok() {
         return Ok(vec![path.to_owned()]);
     }
-    let folder = match folder.as_os_str() {
-        empty if empty.is_empty() => Path::new("."),
-        _ => folder,
-    };
+    let folder = ddp_proto::paths::or_here(folder);
     if has_star(folder.as_os_str()) && !folder.is_dir() {
         return Err(DataError::file(
             path,

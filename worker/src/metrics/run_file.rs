@@ -95,8 +95,7 @@ pub(super) fn replace_prepared(
         file.write_all(bytes)?;
         file.sync_all()?;
         fs::rename(&temporary, path)?;
-        let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
-        File::open(folder.unwrap_or(Path::new(".")))?.sync_all()?;
+        File::open(ddp_proto::paths::folder_of(path))?.sync_all()?;
         Ok(file)
     };
     write().map_err(|e| {

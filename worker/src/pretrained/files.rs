@@ -73,8 +73,7 @@ impl PretrainedError {
     }
 
     fn pickle(path: &Path) -> Self {
-        let folder = path.parent().filter(|parent| !parent.as_os_str().is_empty());
-        let folder = folder.unwrap_or_else(|| Path::new(".")).display();
+        let folder = ddp_proto::paths::folder_of(path).display();
         let hint = format!(
             "convert it once: `python3 -c \"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{folder}').save_pretrained('NEW_DIR')\"`, and use the new directory"
         );

@@ -358,8 +358,7 @@ impl Output {
         self.file.get_ref().sync_all()?;
         fs::rename(&self.temporary, &self.path)?;
         self.is_published = true;
-        let folder = self.path.parent().filter(|folder| !folder.as_os_str().is_empty());
-        File::open(folder.unwrap_or(Path::new(".")))?.sync_all()
+        File::open(ddp_proto::paths::folder_of(&self.path))?.sync_all()
     }
 }
 

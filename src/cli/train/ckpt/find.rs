@@ -41,10 +41,7 @@ pub(super) fn run_at(path: &Path) -> Result<&Path, CheckpointError> {
     }
     let is_checkpoints = path.components().next_back() == Some(Component::Normal(CHECKPOINTS.as_ref()));
     match path.parent() {
-        Some(run) if is_checkpoints && path.is_dir() => {
-            let is_here = run.as_os_str().is_empty();
-            Ok(if is_here { Path::new(".") } else { run })
-        }
+        Some(run) if is_checkpoints && path.is_dir() => Ok(ddp_proto::paths::or_here(run)),
         _ => Err(CheckpointError::Misuse(without_checkpoint(path))),
     }
 }
