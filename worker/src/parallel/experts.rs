@@ -10,7 +10,7 @@ use crate::device::DeviceError;
 use crate::model::{Activation, ExpertOps, RowCounts};
 
 impl TensorGroup {
-    fn all_to_all(
+    pub(super) fn all_to_all(
         &self,
         [sent, received]: [&Activation; 2],
         counts: [Vec<usize>; 2],

@@ -1,9 +1,9 @@
 //! The ranks that compute blocks together, over communicators: what [`TensorOps`] are for blocks.
 
 use super::comm_times::CommTracker;
-use crate::collective::{CollectiveError, Communicator, Launch, ReduceOp, Traffic};
+use crate::collective::{CollectiveError, Communicator, Launch, ReduceOp, Traffic, WorkError};
 use crate::config::ContextAlgorithm;
-use crate::device::{Compute, DeviceError};
+use crate::device::{ArenaSpec, Compute, DType, DeviceError};
 use crate::mesh::{Axis, Mesh};
 use crate::model::{Activation, Context, Exchange, ExchangeKind, TensorOps, own_rows};
 
@@ -42,6 +42,29 @@ impl TensorGroup {
         Self { links, ..self }
     }
 
+    /// Exchanges an element with each rank, or passes one on in the ring: NCCL connects to a rank in the first call for it, and
+    /// takes memory for that.
+    fn connect_links(&self) -> Result<(), WorkError> {
+        let exchange = || {
+            let ranks = self.size();
+            let spec = ArenaSpec::private("first exchange", DType::F32, 2 * ranks);
+            let elements = self.compute.device.alloc(&spec)?;
+            let part = |start| Activation::borrowed(elements.slice(start..start + ranks), vec![ranks]);
+            let (parts, name) = ([&part(0), &part(ranks)], "first exchange");
+            if self.is_ring() {
+                let passed = self.pass_on(parts, name)?;
+                passed
+                    .into_iter()
+                    .try_for_each(|exchange| self.finish(exchange))?;
+            } else {
+                self.all_to_all(parts, [vec![1; ranks], vec![1; ranks]], name)?;
+            }
+            self.compute.synchronize()
+        };
+        let done = exchange().map_err(WorkError::Pending);
+        self.tracker.failure().map_or(done, Err)
+    }
+
     /// Times and failure of the exchanges. The failure is behind the errors that blocks return.
     pub fn tracker(&self) -> &CommTracker {
         &self.tracker
@@ -64,7 +87,7 @@ impl BlockGroups {
         compute: &Compute,
         is_sequence: bool,
         context_algorithm: ContextAlgorithm,
-    ) -> Result<Self, CollectiveError> {
+    ) -> Result<Self, WorkError> {
         let connect = |axes: &[Axis], name| {
             let has_several = axes.iter().all(|&axis| mesh.size(&[axis]) > 1);
             has_several.then(|| mesh.group_inline(axes, name)).transpose()
@@ -80,9 +103,11 @@ impl BlockGroups {
         )?;
         let link = |name| mesh.line(Axis::Context, name);
         let is_ring = context.is_some() && context_algorithm == ContextAlgorithm::Ring;
-        let links = is_ring.then(|| Ok([link("ring, from even ranks")?, link("ring, from odd ranks")?]));
+        let links =
+            || Ok::<_, CollectiveError>([link("ring, from even ranks")?, link("ring, from odd ranks")?]);
+        let links = is_ring.then(links);
         let links = links.transpose()?;
-        Ok(Self {
+        let groups = Self {
             all: both.or_else(|| tensor.clone().or_else(|| context.clone())),
             tensor: tensor.map(|comm| TensorGroup::new(comm, compute, is_sequence)),
             context: context.map(|comm| TensorGroup {
@@ -90,7 +115,13 @@ impl BlockGroups {
                 ..TensorGroup::new(comm, compute, false)
             }),
             experts: experts.map(|comm| TensorGroup::new(comm, compute, false)),
-        })
+        };
+        let ring = groups.context.iter().filter(|group| group.is_ring());
+        if compute.device.is_asynchronous() {
+            ring.chain(&groups.experts)
+                .try_for_each(TensorGroup::connect_links)?;
+        }
+        Ok(groups)
     }
 
     /// The ranks that sum and gather activations without copies, if these lie in memory that they share.
