@@ -11,6 +11,8 @@
 //! Pure functions of sizes. What a rank holds and sends is no formula: [`crate::plan::Estimate`] lays the run's own types
 //! out on a device that does nothing.
 
+use std::ops::Range;
+
 use crate::config::{Model, Precision, Recompute, TrainConfig};
 use crate::cuda::GpuFacts;
 use crate::mesh::{MeshShape, SAMPLES};
@@ -31,12 +33,12 @@ pub struct Work {
 }
 
 impl Work {
-    /// The work of a model with a vocabulary of `vocabulary` tokens.
-    pub fn of(model: &Model, vocabulary: u64, recompute: Recompute) -> Self {
+    /// The work of some layers of a model, and of its head with a vocabulary of `vocabulary` tokens, if that is not 0.
+    pub fn of(model: &Model, layers: Range<usize>, vocabulary: u64, recompute: Recompute) -> Self {
         let decoder = Decoder::of(model);
-        let [layers, width, positions] = [model.n_layer, model.n_embd, model.block_size].map(|n| n as u64);
+        let [count, width, positions] = [layers.len(), model.n_embd, model.block_size].map(|n| n as u64);
         let mut products = [0; 5];
-        for layer in 0..model.n_layer {
+        for layer in layers {
             let of_layer = decoder.layer_matrices(layer);
             products
                 .iter_mut()
@@ -49,7 +51,7 @@ impl Work {
         let heads = decoder
             .attention
             .map_or(0, |attention| attention.stretches()[0] as u64);
-        let attention = 2 * layers * heads * (positions + 1);
+        let attention = 2 * count * heads * (positions + 1);
         Self {
             model: 3 * (2 * (matrices + vocabulary * width) + attention),
             repeated: match recompute {
@@ -398,7 +400,7 @@ mod tests {
             dropout: 0.0,
             ..Model::default()
         };
-        let of = |recompute| Work::of(&model, 50_304, recompute);
+        let of = |recompute| Work::of(&model, 0..12, 50_304, recompute);
         // The blocks' matrices have 84,934,656 parameters. A token sees 512.5 positions on average.
         let (blocks, attention) = (84_934_656, 4 * 12 * 768 * 1025 / 2);
         assert_eq!(
@@ -426,7 +428,7 @@ mod tests {
         let products = 6 * (12 * 128 * 128 + 256 * 128);
         let scores_and_sums = 6 * 128 * 4097;
         assert_eq!(
-            Work::of(&model, 256, Recompute::Norms).total(),
+            Work::of(&model, 0..1, 256, Recompute::Norms).total(),
             products + scores_and_sums
         );
     }

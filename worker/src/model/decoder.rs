@@ -1,6 +1,8 @@
 //! A decoder as data: what GPT-2, Llama and the network without attention differ in. One description builds them all, and
 //! counts their arithmetic.
 
+use std::ops::Range;
+
 use crate::config::{self, Experts, ModelKind, RopeScaling};
 use crate::ops::WeightLayout;
 
@@ -264,6 +266,11 @@ impl Decoder {
     pub fn experts_of(&self, layer: usize) -> Option<Experts> {
         self.experts
             .filter(|experts| (layer + 1).is_multiple_of(experts.every))
+    }
+
+    /// How many of some layers have experts.
+    pub fn expert_layers(&self, layers: Range<usize>) -> usize {
+        layers.filter(|&layer| self.experts_of(layer).is_some()).count()
     }
 
     /// Elements of the matrices of a layer that a token passes: of attention's two products, of the feed-forward layer's, and

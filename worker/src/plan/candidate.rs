@@ -7,12 +7,12 @@ use ddp_proto::env::WorkerEnv;
 use ddp_proto::ids::WorldSize;
 
 use super::estimate::{Estimate, StepTraffic};
-use super::step_times::{BusyTimes, Machines, StepTimes, sent_to_groups};
+use super::step_times::{BusyTimes, LayerNeeds, Machines, StepTimes, sent_to_groups};
 use crate::config::{
-    OffloadTarget, Pipeline, PipelineSchedule, Recompute, ShardGroup, Strategy, Sync, TrainConfig,
+    ModelKind, OffloadTarget, Pipeline, PipelineSchedule, Recompute, ShardGroup, Strategy, Sync, TrainConfig,
 };
 use crate::costs::{Cluster, GlobalBatch, Sent};
-use crate::mesh::{Axis, MeshShape};
+use crate::mesh::{Axis, MeshShape, Span};
 use crate::model::Decoder;
 use crate::parallel::pipeline::{PipelinePlan, Simulation};
 use crate::train::TrainError;
@@ -82,22 +82,16 @@ pub(super) fn under(config: &TrainConfig, strategy: Strategy) -> TrainConfig {
     config
 }
 
-/// What micro-batches need of a rank, whatever its mesh but for the groups that compute layers together.
-pub(super) struct LayerNeeds {
-    /// What a rank sends to these groups in one micro-batch of the whole model.
-    pub(super) exchanged: Vec<Sent>,
-    /// Bytes that a layer keeps of a micro-batch for backward.
-    pub(super) kept: u64,
-}
-
 impl LayerNeeds {
-    /// Of what a model of one layer needs, and one of two: or of as many as have experts once, and twice.
+    /// Of what models of one layer and of two need, all with experts or all without.
     pub(super) fn of(config: &TrainConfig) -> Result<Self, TrainError> {
         let mut config = under(config, Strategy::Ddp);
-        let every = Decoder::of(&config.model)
-            .experts
-            .map_or(1, |experts| experts.every);
-        let layers = config.model.n_layer / every;
+        let layers = config.model.n_layer;
+        let experts = Decoder::of(&config.model).expert_layers(0..layers);
+        let plain = match config.model.kind {
+            ModelKind::Mixtral => ModelKind::Llama,
+            kind => kind,
+        };
         config.parallel.pipeline = Pipeline::default();
         let ranks = MeshShape::ranks_multiple_of(&config.parallel).unwrap_or(1) as u32;
         config.train.grad_accumulation = 1;
@@ -108,16 +102,24 @@ impl LayerNeeds {
             local_world_size: ranks,
             ..WorkerEnv::single()
         };
-        let mut with = |layers| {
-            config.model.n_layer = layers;
-            Estimate::of(&config, &env)
-        };
-        let [one, two] = [with(every)?, with(2 * every)?];
-        let [one_sends, two_send] = [one.sent.exchanged, two.sent.exchanged];
-        let exchanged = std::array::from_fn(|span| {
-            let [one, two] = [one_sends[span], two_send[span]];
-            one + (layers as u64 - 1) * (two - one)
-        });
+        config.model.experts.every = 1;
+        let (mut of_layers, mut of_rest, mut kept) = ([0; Span::COUNT], [0; Span::COUNT], [0; 2]);
+        let kinds = [(plain, layers - experts), (ModelKind::Mixtral, experts)];
+        for (kind, (model, count)) in kinds.into_iter().enumerate().filter(|(_, (_, count))| *count > 0) {
+            config.model.kind = model;
+            let mut with = |layers| {
+                config.model.n_layer = layers;
+                Estimate::of(&config, &env)
+            };
+            let [one, two] = [with(1)?, with(2)?];
+            kept[kind] = two.held.activations.saturating_sub(one.held.activations);
+            for span in 0..Span::COUNT {
+                let [one, two] = [one, two].map(|estimate| estimate.sent.exchanged[span]);
+                of_layers[span] += count as u64 * (two - one);
+                of_rest[span] = 2 * one - two;
+            }
+        }
+        let exchanged = std::array::from_fn(|span| of_layers[span] + of_rest[span]);
         let mesh = mesh(&config, &env)?;
         let mut groups = sent_to_groups(&mesh, &[Axis::Context, Axis::Tensor], &exchanged);
         let rows = sent_to_groups(&mesh, &[Axis::Expert], &exchanged).into_iter();
@@ -125,10 +127,9 @@ impl LayerNeeds {
             to_each: true,
             ..sent
         }));
-        let kept = two.held.activations.saturating_sub(one.held.activations);
         Ok(Self {
             exchanged: groups,
-            kept: kept / every as u64,
+            kept,
         })
     }
 }
@@ -150,7 +151,7 @@ pub(super) struct PlannedMesh<'a> {
     alike: Vec<AlikeRanks>,
 }
 
-/// Ranks of a pipeline with as many layers in the same places of their chunks, and with the same messages. They hold and send
+/// Ranks of a pipeline with as many layers in their chunks, with and without experts, and with the same messages. They hold and send
 /// as much, but for what micro-batches in flight make of it.
 #[derive(Clone)]
 struct AlikeRanks {
@@ -158,16 +159,19 @@ struct AlikeRanks {
     fewest: usize,
     /// The one with the most in flight, whose activations are largest.
     most: usize,
-    /// Layers of which that one keeps activations at the same time.
-    kept_layers: u64,
+    /// The most that layers of that one keep for backward.
+    kept: u64,
 }
 
 impl AlikeRanks {
-    fn all(plan: &PipelinePlan, simulation: &Simulation) -> Vec<Self> {
+    fn all(decoder: &Decoder, plan: &PipelinePlan, simulation: &Simulation) -> Vec<Self> {
         let last = plan.placement().rank_of(plan.layers().len() - 1);
         let mut alike: BTreeMap<_, Vec<usize>> = BTreeMap::new();
         for rank in 0..plan.placement().ranks() {
-            let chunks = plan.chunks_of(rank).into_iter().map(|blocks| blocks.len());
+            let chunks = plan.placement().stages_of(rank).map(|stage| {
+                let layers = &plan.layers()[stage];
+                (layers.len(), decoder.expert_layers(layers.clone()))
+            });
             let kinds = plan.row(rank, 1).into_iter().map(|action| action.kind);
             let part: (Vec<_>, Vec<_>) = (chunks.collect(), kinds.collect());
             let known = alike.entry((rank == 0, rank == last, part));
@@ -179,7 +183,7 @@ impl AlikeRanks {
             Self {
                 fewest,
                 most,
-                kept_layers: simulation.ranks[most].peak_bytes,
+                kept: simulation.ranks[most].peak_bytes,
             }
         };
         alike.into_values().map(of).collect()
@@ -188,7 +192,7 @@ impl AlikeRanks {
 
 impl<'a> PlannedMesh<'a> {
     pub(super) fn of(config: &TrainConfig, machines: &'a Machines) -> Result<Self, TrainError> {
-        let busy = BusyTimes::of(config, machines, &LayerNeeds::of(config)?.exchanged);
+        let busy = BusyTimes::of(config, machines, &LayerNeeds::of(config)?);
         Self::new(config.clone(), machines, busy)
     }
 
@@ -211,7 +215,7 @@ impl<'a> PlannedMesh<'a> {
         let plan = Arc::new(pipeline_plan(&rehearsed)?);
         let (times, simulation) = StepTimes::of(&config, machines, &mesh, &plan, busy);
         Ok(Self {
-            alike: AlikeRanks::all(&plan, &simulation),
+            alike: AlikeRanks::all(&Decoder::of(&config.model), &plan, &simulation),
             times,
             config,
             machines,
@@ -277,17 +281,9 @@ impl<'a> PlannedMesh<'a> {
         })
     }
 
-    /// The least that the fullest rank of the pipeline holds: parameters and optimizer without padding, and what layers keep of
-    /// the micro-batches in flight, each `kept` bytes.
-    pub(super) fn least(&self, kept: u64) -> Result<u64, TrainError> {
-        let activations: Vec<u64> = self.alike.iter().map(|ranks| kept * ranks.kept_layers).collect();
-        let estimates = self.estimates(&activations, false)?;
-        let least = estimates.iter().map(|estimate| {
-            let held = estimate.held;
-            let others = held.gathered + held.grads + held.padding;
-            held.total().saturating_sub(others)
-        });
-        Ok(least.max().unwrap_or(0))
+    /// The least bytes of activations on a rank, of each kind of alike ranks: what layers keep of the micro-batches in flight.
+    pub(super) fn kept(&self) -> Vec<u64> {
+        self.alike.iter().map(|ranks| ranks.kept).collect()
     }
 
     /// Of each kind of alike ranks, with these bytes of activations, and what they `send`.

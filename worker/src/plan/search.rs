@@ -2,10 +2,11 @@
 //! ranks, with every schedule and strategy, and with more recomputation than configured. The global batch stays that of the
 //! configuration: with fewer data-parallel ranks each has more micro-batches.
 //!
-//! Two bounds from below cost little. The least time of a step is what ranks compute and exchange within layers, and the least
-//! that a schedule lets them wait. The least memory is the smallest state of any strategy, and what the micro-batches
-//! in flight keep of each layer. Layouts are looked at in the order of their least times, and only those are rehearsed that fit
-//! by the least memory and may be among the best. So the search may end at any time, with the most promising ones behind it.
+//! Two bounds from below cost little. The least time of a step is what ranks compute and exchange within layers, and the
+//! least that a schedule lets them wait; or that of exchanging gradients and parameters once, if it is longer. The least
+//! memory is the smallest state of any strategy, and what the micro-batches in flight keep of each layer. Layouts are looked
+//! at in the order of their least times, and only those are rehearsed that fit by the least memory and may be among the
+//! best. So the search may end at any time, with the most promising ones behind it.
 //!
 //! A mesh is too large if it fits with no schedule. 1F1B does not always hold least: a tied embedding is on two of its ranks,
 //! and on one of a V; and more chunks share layers out more evenly.
@@ -14,15 +15,16 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::{Value, json};
 
-use super::candidate::{Candidate, LayerNeeds, PlannedMesh, env, under};
-use super::step_times::{BusyTimes, Machines};
+use super::candidate::{Candidate, PlannedMesh, env, under};
+use super::step_times::{BusyTimes, LayerNeeds, Machines};
 use crate::config::Recompute::{Full, Norms, Nothing, Selective};
 use crate::config::{PipelineSchedule, ShardGroup, Strategy, TrainConfig};
-use crate::costs::micro_batch_shape;
+use crate::costs::{Sent, micro_batch_shape};
 use crate::mesh::{Axis, GRADIENTS, MeshShape};
-use crate::model::Decoder;
+use crate::model::{AxisRole, Decoder, Model, ModelPart, ParamSpec};
+use crate::parallel::Dtypes;
 use crate::train::TrainError;
-use crate::train::strategy::mesh;
+use crate::train::strategy::{mesh, network};
 
 /// A step that is shorter by less than this part is as long.
 const SAME: f64 = 1e-3;
@@ -129,6 +131,10 @@ impl FoundLayout {
         self.seconds() < other.seconds() * (1.0 - SAME) || is_as_fast && sent(self) * 100 < sent(other) * 99
     }
 
+    fn fits(&self) -> bool {
+        self.candidate.fits == Some(true)
+    }
+
     fn seconds(&self) -> f64 {
         self.candidate.seconds.unwrap_or(f64::INFINITY)
     }
@@ -139,8 +145,6 @@ struct LayoutDraft {
     config: TrainConfig,
     mesh: MeshShape,
     busy: BusyTimes,
-    /// Bytes that a layer keeps of a micro-batch for backward.
-    kept: u64,
     /// The least time of a step.
     floor: f64,
 }
@@ -216,8 +220,15 @@ fn piped_drafts(config: &TrainConfig, machines: &Machines) -> Result<Vec<LayoutD
     let Some(layer) = possible(LayerNeeds::of(config))? else {
         return Ok(Vec::new());
     };
+    let (tensor, expert) = (config.parallel.tensor, config.parallel.expert);
+    let part = ModelPart {
+        tensor: (0, tensor),
+        experts: (0, expert),
+        ..ModelPart::WHOLE
+    };
+    let model = network(config, Dtypes::of(config), &part)?;
     let ranks = machines.cluster.ranks() as usize;
-    let piped = ranks / (config.parallel.tensor * config.parallel.context);
+    let piped = ranks / (tensor * config.parallel.context);
     let samples = config.train.grad_accumulation * ranks;
     let mut drafts = Vec::new();
     for stages in divisors(piped).filter(|stages| *stages <= config.model.n_layer) {
@@ -228,7 +239,8 @@ fn piped_drafts(config: &TrainConfig, machines: &Machines) -> Result<Vec<LayoutD
         let Some(mesh) = mesh.filter(|_| (samples * stages).is_multiple_of(piped)) else {
             continue;
         };
-        let busy = BusyTimes::of(&config, machines, &layer.exchanged);
+        let busy = BusyTimes::of(&config, machines, &layer);
+        let state = least_exchange(&config, machines, &mesh, &model);
         let forwards = (3 * config.train.grad_accumulation) as f64;
         let forward = busy.compute.unwrap_or(f64::INFINITY) / forwards;
         let is_apt = |schedule| stages > 1 || schedule == PipelineSchedule::OneFOneB;
@@ -236,16 +248,38 @@ fn piped_drafts(config: &TrainConfig, machines: &Machines) -> Result<Vec<LayoutD
         drafts.extend(apt.map(|(waiting, schedule, chunks)| {
             let mut config = config.clone();
             (config.parallel.pipeline.schedule, config.parallel.pipeline.chunks) = (schedule, chunks);
+            let floor = busy.sum().unwrap_or(f64::INFINITY) + waiting * (stages - 1) as f64 * forward;
             LayoutDraft {
                 config,
                 mesh,
                 busy,
-                kept: layer.kept,
-                floor: busy.sum().unwrap_or(f64::INFINITY) + waiting * (stages - 1) as f64 * forward,
+                floor: floor.max(state),
             }
         }));
     }
     Ok(drafts)
+}
+
+/// The least time in which gradients are summed and parameters gathered once, with any strategy. `model` is what a rank holds
+/// of it without stages; experts that are divided are summed over fewer ranks.
+fn least_exchange(config: &TrainConfig, machines: &Machines, mesh: &MeshShape, model: &Model) -> f64 {
+    let Dtypes { params, reduced, .. } = Dtypes::of(config);
+    let is_cut = |spec: &&ParamSpec| spec.roles[Axis::Expert as usize] == AxisRole::Cut;
+    let (experts, rest): (Vec<&ParamSpec>, Vec<_>) = model.params.iter().partition(is_cut);
+    let sent = [(experts, &GRADIENTS[..2]), (rest, &GRADIENTS[..])].map(|(specs, axes)| {
+        let (ranks, elements) = (
+            mesh.size(axes),
+            specs.iter().map(|spec| spec.len()).sum::<usize>(),
+        );
+        let bytes = elements * (params.bytes() + reduced.bytes()) / mesh.size(&[Axis::Pipeline]);
+        Sent {
+            bytes: (bytes / ranks * (ranks - 1)) as u64,
+            ranks: ranks as u64,
+            stride: mesh.stride(axes[axes.len() - 1]) as u64,
+            to_each: false,
+        }
+    });
+    machines.cluster.least_seconds(&sent).unwrap_or(0.0)
 }
 
 /// A search and its results until now.
@@ -266,11 +300,21 @@ struct Search<'a> {
 impl Search<'_> {
     /// A layout of this mesh whose step is no shorter is not among the best, or one that fits is as fast.
     fn limit(&self, mesh: MeshShape) -> f64 {
+        let own = self.fit.get(&mesh).map(|known| known.seconds() * (1.0 - SAME));
+        self.last_of_best().min(own.unwrap_or(f64::INFINITY))
+    }
+
+    /// The time of the last of the wanted layouts.
+    fn last_of_best(&self) -> f64 {
         let mut steps: Vec<f64> = self.fit.values().map(FoundLayout::seconds).collect();
         steps.sort_by(f64::total_cmp);
-        let last = steps.get(self.wanted - 1).copied();
-        let own = self.fit.get(&mesh).map(|known| known.seconds() * (1.0 - SAME));
-        last.unwrap_or(f64::INFINITY).min(own.unwrap_or(f64::INFINITY))
+        steps.get(self.wanted - 1).copied().unwrap_or(f64::INFINITY)
+    }
+
+    /// True if it takes the place of the mesh's best one, and is among the best.
+    fn is_wanted(&self, mesh: MeshShape, found: &FoundLayout) -> bool {
+        let is_best = self.fit.get(&mesh).is_none_or(|known| found.is_better(known));
+        is_best && found.seconds() < self.last_of_best()
     }
 
     /// Rehearses a layout, if it may be its mesh's best one.
@@ -284,13 +328,8 @@ impl Search<'_> {
             self.slower.insert(mesh);
             return Ok(());
         }
-        let sharded = possible(planned.sharing(Strategy::Zero3, self.config.parallel.shard_group))?;
-        let least = sharded.map_or(Ok(0), |sharded| sharded.least(layout.kept))?;
-        if least > self.memory {
-            self.needs(mesh, least);
-            return Ok(());
-        }
-        let activations = planned.activations()?;
+        // It takes long to find out all activations, so only of what may be among the best.
+        let (kept, mut activations) = (planned.kept(), Vec::new());
         let mut fitting = Vec::new();
         for (strategy, group) in self.strategies(mesh) {
             // Where another strategy fits, ZeRO-3 only sends more.
@@ -300,22 +339,30 @@ impl Search<'_> {
             let Some(shared) = possible(planned.sharing(strategy, group))? else {
                 continue;
             };
-            let candidate = shared.candidate(&activations, self.memory)?;
+            let candidate = shared.candidate(&kept, self.memory)?;
             // On one data-parallel rank, or in groups of one, it is another one's twin.
             if candidate.estimate.strategy != strategy {
                 continue;
             }
-            if candidate.fits == Some(false) {
-                self.needs(mesh, candidate.held);
+            let mut found = FoundLayout::new(candidate, self.config, &shared.config);
+            if found.fits() && !self.is_wanted(mesh, &found) {
+                self.slower.insert(mesh);
+                continue;
+            }
+            if found.fits() {
+                if activations.is_empty() {
+                    activations = planned.activations()?;
+                }
+                found.candidate = shared.candidate(&activations, self.memory)?;
+            }
+            if !found.fits() {
+                self.needs(mesh, found.candidate.held);
                 continue;
             }
             if strategy != Strategy::Ddp {
                 fitting.push(group);
             }
-            let found = FoundLayout::new(candidate, self.config, &shared.config);
-            if self.fit.get(&mesh).is_none_or(|known| found.is_better(known)) {
-                self.fit.insert(mesh, found);
-            }
+            self.fit.insert(mesh, found);
         }
         Ok(())
     }

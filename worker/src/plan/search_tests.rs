@@ -144,9 +144,10 @@ fn nothing_that_fits_is_faster_than_what_is_found() {
         let Some(planned) = possible(planned).unwrap() else {
             continue;
         };
-        let sharded = planned.sharing(Strategy::Zero3, None).unwrap();
-        let (least, floor) = (sharded.least(draft.kept).unwrap(), draft.floor);
+        let floor = draft.floor;
         for strategy in [Strategy::Ddp, Strategy::Zero1, Strategy::Zero2, Strategy::Zero3] {
+            let shared = planned.sharing(strategy, None).unwrap();
+            let least = shared.candidate(&planned.kept(), u64::MAX).unwrap().held;
             let found = Candidate::of(&under(&draft.config, strategy), &machines).unwrap();
             let (seconds, what) = (
                 found.seconds.unwrap(),
@@ -460,9 +461,12 @@ fn uneven_stages_are_planned_by_the_largest() {
 }
 
 fn is_planned_by_the_largest(overrides: &[&str]) {
+    is_planned_by_the_largest_of(&with(SMALL, overrides));
+}
+
+fn is_planned_by_the_largest_of(config: &TrainConfig) {
     let machines = small_machines(1 << 40);
-    let config = with(SMALL, overrides);
-    let candidate = Candidate::of(&config, &machines).unwrap();
+    let candidate = Candidate::of(config, &machines).unwrap();
     let (mut most, mut sent) = (0, StepTraffic::default());
     for rank in 0..8 {
         let env = WorkerEnv {
@@ -472,12 +476,66 @@ fn is_planned_by_the_largest(overrides: &[&str]) {
             node_count: 2,
             ..WorkerEnv::single()
         };
-        let estimate = Estimate::of(&config, &env).unwrap();
+        let estimate = Estimate::of(config, &env).unwrap();
         most = most.max(estimate.held.total());
         sent = sent.max(estimate.sent);
     }
     // Fewer micro-batches are rehearsed than a step has.
     let error = (candidate.held as f64 / most as f64 - 1.0).abs();
-    assert!(error < 0.02, "{} of {most}: {overrides:?}", candidate.held);
-    assert_eq!(candidate.sent, sent, "{overrides:?}");
+    assert!(
+        error < 0.02,
+        "{} of {most}: {:?}",
+        candidate.held,
+        config.parallel
+    );
+    assert_eq!(candidate.sent, sent, "{:?}", config.parallel);
+}
+
+fn mixtral(experts: &str, more: &[&str]) -> TrainConfig {
+    let experts = format!("model.experts={{count: 4, capacity: 2, {experts}}}");
+    let kind = ["model.kind=mixtral", "model.n_inner=256", &experts];
+    with(SMALL, &[&kind[..], more].concat())
+}
+
+/// Of five layers, the second and the fourth have experts.
+#[test]
+fn layers_with_experts_and_without_are_counted_apart() {
+    let groups = [
+        "parallel.tensor=2",
+        "parallel.expert=2",
+        "train.grad_accumulation=1",
+    ];
+    let config = mixtral("every: 2", &[&groups[..], &["model.n_layer=5"]].concat());
+    let env = WorkerEnv {
+        world_size: WorldSize(4),
+        local_world_size: 4,
+        ..WorkerEnv::single()
+    };
+    let sent = Estimate::of(&config, &env).unwrap().sent;
+    let needs = LayerNeeds::of(&config).unwrap();
+    assert_eq!(
+        needs.exchanged.iter().map(|sent| sent.bytes).sum::<u64>(),
+        sent.activations
+    );
+    assert!(needs.kept[0] < needs.kept[1], "{:?}", needs.kept);
+}
+
+/// The middle stages have as many layers, of which one has experts and one has none.
+#[test]
+fn stages_cost_what_their_layers_do() {
+    let layers = [
+        "model.n_layer=8",
+        "parallel.pipeline.layers=[2,2,2,2]",
+        "parallel.pipeline.stages=4",
+    ];
+    is_planned_by_the_largest_of(&mixtral("every: 4", &layers));
+    let seconds = |more: &[&str]| {
+        let stages = ["model.n_layer=4", "parallel.pipeline.stages=2"];
+        let config = mixtral("every: 4, top_k: 4", &[&stages[..], more].concat());
+        let candidate = Candidate::of(&config, &small_machines(1 << 40)).unwrap();
+        (candidate.layers, candidate.times.bubble)
+    };
+    let ((divided, bubble), (_, of_halves)) = (seconds(&[]), seconds(&["parallel.pipeline.layers=[2,2]"]));
+    assert_eq!(divided, [3, 1]);
+    assert!(bubble < of_halves, "{bubble} and {of_halves}");
 }

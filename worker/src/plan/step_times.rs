@@ -18,10 +18,11 @@ use std::ops::Range;
 use crate::config::{Sync, TrainConfig};
 use crate::costs::{Cluster, Sent, micro_batch_shape, residual_rows};
 use crate::mesh::{Axis, GRADIENTS, MeshShape, Span};
+use crate::model::Decoder;
 use crate::parallel::Dtypes;
 use crate::parallel::pipeline::{PipelinePlan, RankTimeline, Simulation, StageCosts};
 use crate::plan::estimate::{StepTraffic, sent_along};
-use crate::train::strategy::layer_work;
+use crate::train::strategy::{head_work, layer_work, work};
 
 /// Ticks of the simulator in the longest action or message: small enough that a step never
 /// overflows the counter, large enough that no action has 0 ticks.
@@ -42,6 +43,14 @@ pub struct Machines {
     pub has_own_memory: bool,
 }
 
+/// What micro-batches need of a rank, whatever its mesh but for the groups that compute layers together.
+pub(super) struct LayerNeeds {
+    /// What a rank sends to these groups in one micro-batch of the whole model.
+    pub(super) exchanged: Vec<Sent>,
+    /// Bytes that a layer keeps of a micro-batch for backward: one without experts, and one with them.
+    pub(super) kept: [u64; 2],
+}
+
 /// What a rank does in a step, on average, in seconds; none of it depends on its pipeline's schedule.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct BusyTimes {
@@ -49,23 +58,32 @@ pub struct BusyTimes {
     pub compute: Option<f64>,
     /// Exchanges within the groups that compute layers together, if the rates are known.
     pub exchanges: Option<f64>,
-    /// Exchanges in one layer for one micro-batch.
+    /// Exchanges in one layer for one micro-batch, without those of its experts.
     exchange: f64,
+    /// Those of the experts of one layer.
+    expert_exchange: f64,
+    /// As [`LayerNeeds::kept`].
+    kept: [u64; 2],
 }
 
 impl BusyTimes {
-    /// `exchanged`: what a rank sends to these groups in one micro-batch of the whole model.
-    pub(super) fn of(config: &TrainConfig, machines: &Machines, exchanged: &[Sent]) -> Self {
+    pub(super) fn of(config: &TrainConfig, machines: &Machines, needs: &LayerNeeds) -> Self {
         let stages = config.parallel.pipeline.stages as f64;
-        let (layers, micro_batches) = (config.model.n_layer as u64, config.train.grad_accumulation as f64);
-        let exchange = machines.cluster.least_seconds(exchanged);
-        let [layer, head] = layer_work(config);
-        let tensor = config.parallel.tensor as f64;
-        let work = (layers * layer.total() + head.total()) as f64 * tokens(config) / tensor;
+        let (layers, micro_batches) = (config.model.n_layer, config.train.grad_accumulation as f64);
+        let (all, mut of_layers) = (&needs.exchanged, needs.exchanged.clone());
+        of_layers.retain(|sent| !sent.to_each);
+        let [exchange, of_layers] = [all, &of_layers].map(|sent| machines.cluster.least_seconds(sent));
+        let of_experts = exchange
+            .zip(of_layers)
+            .map_or(0.0, |(all, of_layers)| all - of_layers);
+        let expert_layers = Decoder::of(&config.model).expert_layers(0..layers);
+        let work = work(config).total() as f64 * tokens(config) / config.parallel.tensor as f64;
         Self {
             compute: machines.flops.map(|rate| micro_batches * work / rate / stages),
             exchanges: exchange.map(|seconds| micro_batches * seconds / stages),
-            exchange: exchange.unwrap_or(0.0) / layers as f64,
+            exchange: of_layers.unwrap_or(0.0) / layers as f64,
+            expert_exchange: of_experts / expert_layers.max(1) as f64,
+            kept: needs.kept,
         }
     }
 
@@ -94,8 +112,7 @@ pub struct StepTimes {
 }
 
 impl StepTimes {
-    /// Times of a configuration on a mesh of machines, and the simulation behind them, in which a
-    /// layer keeps a byte of a micro-batch. The plan may have fewer micro-batches than a step: no
+    /// Times of a configuration on a mesh of machines, and the simulation behind them. The plan may have fewer micro-batches than a step: no
     /// rank waits for those in the middle of a step.
     pub(super) fn of(
         config: &TrainConfig,
@@ -105,18 +122,24 @@ impl StepTimes {
         busy: BusyTimes,
     ) -> (Self, Simulation) {
         let tensor = mesh.size(&[Axis::Tensor]) as u64;
-        let [layer, head] = layer_work(config);
+        let (decoder, head) = (Decoder::of(&config.model), head_work(config));
         let seconds_an_operation = tokens(config) / tensor as f64 / machines.flops.unwrap_or(ANY_RATE);
         let last = plan.layers().len() - 1;
-        // F, I and W of a stage.
+        // F, I and W of a stage, and what it keeps.
         let of_stage = |(stage, layers): (usize, &Range<usize>)| {
-            let (layers, head) = (layers.len() as u64, if stage == last { head.model } else { 0 });
-            let [product, again] = [layers * layer.model + head, layers * layer.repeated]
-                .map(|operations| operations as f64 * seconds_an_operation);
-            let (third, exchange) = (product / 3.0, busy.exchange * layers as f64 / 2.0);
-            [third + exchange, third + again + exchange, third]
+            let (work, experts) = (
+                layer_work(config, layers.clone()),
+                decoder.expert_layers(layers.clone()),
+            );
+            let head = if stage == last { head } else { 0 };
+            let [product, again] =
+                [work.model + head, work.repeated].map(|operations| operations as f64 * seconds_an_operation);
+            let exchange = busy.exchange * layers.len() as f64 + busy.expert_exchange * experts as f64;
+            let (third, half) = (product / 3.0, exchange / 2.0);
+            let kept = busy.kept[0] * (layers.len() - experts) as u64 + busy.kept[1] * experts as u64;
+            ([third + half, third + again + half, third], kept)
         };
-        let seconds: Vec<[f64; 3]> = plan.layers().iter().enumerate().map(of_stage).collect();
+        let stages: Vec<([f64; 3], u64)> = plan.layers().iter().enumerate().map(of_stage).collect();
         let message = match mesh.size(&[Axis::Pipeline]) {
             1 => Some(0.0),
             _ => machines
@@ -124,9 +147,11 @@ impl StepTimes {
                 .message_seconds(message_bytes(config), mesh.stride(Axis::Pipeline) as u64),
         };
         let transit = message.filter(|_| machines.flops.is_some()).unwrap_or(0.0);
-        let tick = seconds.iter().flatten().copied().fold(transit, f64::max) / LONGEST_TICKS;
-        let stages = seconds.iter().zip(plan.layers());
-        let costs = stages.map(|(seconds, layers)| in_ticks(*seconds, tick, layers.len() as u64));
+        let seconds = stages.iter().flat_map(|(seconds, _)| *seconds);
+        let tick = seconds.fold(transit, f64::max) / LONGEST_TICKS;
+        let costs = stages
+            .iter()
+            .map(|&(seconds, kept)| in_ticks(seconds, tick, kept));
         let costs: Vec<StageCosts> = costs.collect();
         let simulation = plan.simulated(&costs, (transit / tick) as u64);
         let simulation = simulation.expect("a plan's schedule was checked to run to its end");
@@ -185,14 +210,14 @@ pub(super) fn sent_to_groups(mesh: &MeshShape, axes: &[Axis], sent: &[u64; Span:
     sent.filter(|sent| sent.bytes > 0).collect()
 }
 
-fn in_ticks(seconds: [f64; 3], tick: f64, layers: u64) -> StageCosts {
+fn in_ticks(seconds: [f64; 3], tick: f64, kept_bytes: u64) -> StageCosts {
     let [forward, input_gradient, weight_gradient] = seconds.map(|seconds| (seconds / tick) as u64);
     StageCosts {
         forward,
         input_gradient,
         weight_gradient,
         backward: input_gradient + weight_gradient,
-        kept_bytes: layers,
+        kept_bytes,
     }
 }
 

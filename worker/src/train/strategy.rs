@@ -13,6 +13,8 @@
 //! group is one rank, everything is whole, and the strategy is `ddp` whatever it is called, unless parameters are offloaded:
 //! they come in by groups on one rank too.
 
+use std::ops::Range;
+
 use ddp_proto::env::WorkerEnv;
 
 use super::TrainError;
@@ -124,39 +126,34 @@ fn check_whole_matrices(config: &OptimizerConfig, mesh: &MeshShape) -> Result<()
     )))
 }
 
-/// Arithmetic of a token in a layer, the mean of all, and in the head.
-pub(crate) fn layer_work(config: &TrainConfig) -> [Work; 2] {
+/// Arithmetic of a token in some layers.
+pub(crate) fn layer_work(config: &TrainConfig, layers: Range<usize>) -> Work {
+    Work::of(&config.model, layers, 0, config.train.recompute)
+}
+
+/// Arithmetic of a token in the head, of which nothing is repeated.
+pub(crate) fn head_work(config: &TrainConfig) -> u64 {
     let vocabulary = config.model.vocab_size.unwrap_or(config.vocabulary.size);
-    let arithmetic = |n_layer, vocabulary: usize| {
-        let model = config::Model {
-            n_layer,
-            ..config.model.clone()
-        };
-        Work::of(&model, vocabulary as u64, config.train.recompute)
-    };
-    let layers = config.model.n_layer;
-    let all = arithmetic(layers, 0);
-    let layer = Work {
-        model: all.model / layers as u64,
-        repeated: all.repeated / layers as u64,
-    };
-    [layer, arithmetic(0, vocabulary)]
+    Work::of(&config.model, 0..0, vocabulary as u64, config.train.recompute).model
 }
 
 /// Arithmetic of a token.
 pub(crate) fn work(config: &TrainConfig) -> Work {
-    let vocabulary = config.model.vocab_size.unwrap_or(config.vocabulary.size);
-    Work::of(&config.model, vocabulary as u64, config.train.recompute)
+    let layers = layer_work(config, 0..config.model.n_layer);
+    Work {
+        model: layers.model + head_work(config),
+        ..layers
+    }
 }
 
 /// The schedule of every rank, and the layers of every stage.
 pub fn pipeline_plan(config: &TrainConfig) -> Result<PipelinePlan, TrainError> {
-    let [layer, head] = layer_work(config);
+    let layer = |layer| layer_work(config, layer..layer + 1).total();
     let costs = LayerCosts {
         // Rows are looked up.
         embedding: 0,
-        layers: vec![layer.total(); config.model.n_layer],
-        head: head.total(),
+        layers: (0..config.model.n_layer).map(layer).collect(),
+        head: head_work(config),
     };
     Ok(PipelinePlan::new(
         &config.parallel.pipeline,
