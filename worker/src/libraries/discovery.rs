@@ -148,7 +148,7 @@ pub(super) fn candidates(kind: LibraryKind, folders: &[PathBuf], driver: Option<
 
 /// Folders where the dynamic loader does not look: those of the toolkit, then of the packages of Python, first of the
 /// active environment.
-pub fn library_folders() -> Vec<PathBuf> {
+pub(super) fn library_folders() -> Vec<PathBuf> {
     folders_of(|name| std::env::var_os(name))
 }
 

@@ -6,7 +6,7 @@
 //!
 //! | file | what it is |
 //! |---|---|
-//! | `discovery` | [`LibraryKind`]: which there are; [`library_folders`]: where they can be |
+//! | `discovery` | [`LibraryKind`]: which there are, and where they can be |
 //! | `library` | [`Library`]: one opened file, never closed again; `table!`: a struct of function pointers, filled from it; [`exit_at_once`]: the end of a process whose libraries may still be at work |
 //!
 //! What it must not know: what the functions do.
@@ -14,6 +14,6 @@
 mod discovery;
 mod library;
 
-pub use discovery::{LibraryKind, Version, library_folders};
+pub use discovery::{LibraryKind, Version};
 pub(crate) use library::table;
 pub use library::{Library, LibraryError, exit_at_once};

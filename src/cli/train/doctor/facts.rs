@@ -7,7 +7,6 @@ use ddp_proto::cgroup::CgroupMembership;
 use super::fabric::Fabric;
 use super::gpus::{self, Described};
 use crate::cli::machine::hardware;
-use crate::cli::native::libraries::library_folders;
 
 /// A reading of the machine.
 #[derive(Clone, Debug)]
@@ -42,8 +41,6 @@ pub struct Facts {
     pub described: Option<Described>,
     /// How GPUs reach each other.
     pub fabric: Fabric,
-    /// Where libraries were looked for.
-    pub searched: Vec<PathBuf>,
 }
 
 impl Facts {
@@ -65,7 +62,6 @@ impl Facts {
             cuda_visible_devices: std::env::var("CUDA_VISIBLE_DEVICES").ok(),
             described: gpus::ask(),
             fabric: Fabric::gather(),
-            searched: library_folders(),
         }
     }
 }

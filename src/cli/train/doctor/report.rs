@@ -231,12 +231,6 @@ fn library_section(facts: &Facts, out: &mut String) {
             &format!("{place}: {}", kind.facts().purpose),
         );
     }
-    let searched: Vec<_> = facts
-        .searched
-        .iter()
-        .map(|folder| folder.display().to_string())
-        .collect();
-    row(out, "searched", &searched.join(", "));
 }
 
 /// One thing that is missing, and what to do about it.
@@ -382,7 +376,6 @@ mod tests {
             cuda_visible_devices: None,
             described: None,
             fabric: Fabric::default(),
-            searched: vec!["/usr/lib".into()],
         }
     }
 
@@ -441,7 +434,6 @@ mod tests {
           libcublasLt.so       not found: matrix products on GPUs
           libnvrtc.so          not found: kernels compiled on the machine
           libnccl.so           not found: collectives between GPUs
-          searched             /usr/lib
 
         no problems found
           note: no GPU found: training runs on the CPU
