@@ -20,7 +20,7 @@ use tokio::time::timeout;
 use super::answer;
 use super::answer::fail;
 use super::error::CliError;
-use super::launch::host::RESOLVE_TIMEOUT;
+use super::launch::host::{RESOLVE_TIMEOUT, reach};
 use super::machine::limits;
 use super::token::{TokenSource, read_token_file};
 use super::values::{self, Endpoint};
@@ -35,6 +35,9 @@ const MAX_THREADS: usize = 4;
 
 /// A shorter one would be lost to the scheduling of any loaded machine.
 const SHORTEST_LEASE: Duration = Duration::from_millis(300);
+
+/// How to serve one address of several.
+const LIMIT: &str = "; `--listen ADDRESS:PORT` limits it to the network of one address";
 
 /// Ends `--help`.
 const EXIT_CODES: &str = "\
@@ -274,7 +277,7 @@ fn serve(args: &ServeArgs) -> Result<u8, CliError> {
             bound = binding => bound?,
         };
         let address = announce(&listener)?;
-        if let Some(reach) = reach(address).filter(|_| callers == Callers::Anybody) {
+        if let Some(reach) = reach(address, LIMIT).filter(|_| callers == Callers::Anybody) {
             tracing::warn!(target: RENDEZVOUS_LOG, "{reach}");
         }
         let listener = Listener::Tcp(listener, transport);
@@ -296,13 +299,13 @@ fn serve(args: &ServeArgs) -> Result<u8, CliError> {
 }
 
 /// SIGTERM and SIGINT, from when they are handled on.
-struct Stops {
+pub(super) struct Stops {
     terminate: Signal,
     interrupt: Signal,
 }
 
 impl Stops {
-    fn handle() -> Result<Self, CliError> {
+    pub(super) fn handle() -> Result<Self, CliError> {
         let handle = |kind| signal(kind).map_err(CliError::machine("cannot handle signals"));
         Ok(Self {
             terminate: handle(SignalKind::terminate())?,
@@ -311,7 +314,7 @@ impl Stops {
     }
 
     /// The exit code of a process that the next one ends. Cancel safe: a signal is either told of or still to come.
-    async fn next(&mut self) -> u8 {
+    pub(super) async fn next(&mut self) -> u8 {
         tokio::select! {
             _ = self.terminate.recv() => exit::TERMINATED,
             _ = self.interrupt.recv() => exit::INTERRUPTED,
@@ -377,21 +380,6 @@ fn announce(listener: &TcpListener) -> Result<SocketAddr, CliError> {
     Ok(address)
 }
 
-/// What other machines can do at this address, if they can reach it.
-fn reach(address: SocketAddr) -> Option<String> {
-    let ip = address.ip().to_canonical();
-    let limit = if ip.is_unspecified() {
-        "; `--listen ADDRESS:PORT` limits it to the network of one address"
-    } else {
-        ""
-    };
-    (!ip.is_loopback()).then(|| {
-        format!(
-            "every host that reaches {address} can join jobs, read their data and stop them: `--insecure` is on{limit}"
-        )
-    })
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -421,7 +409,7 @@ mod tests {
 
     #[test]
     fn it_warns_of_addresses_that_others_reach() {
-        let of = |address: &str| reach(address.parse().expect("an address"));
+        let of = |address: &str| reach(address.parse().expect("an address"), LIMIT);
         assert_eq!(
             ["127.0.0.1:29400", "[::1]:29400", "[::ffff:127.0.0.1]:1"].map(of),
             [None, None, None]

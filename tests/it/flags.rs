@@ -433,18 +433,6 @@ fn a_dry_run_has_a_row_for_each_setting_that_is_given() {
 }
 
 #[test]
-fn a_command_of_ddp_train_leads_there() {
-    for words in [&["doctor"][..], &["--dry-run", "ckpt", "inspect"]] {
-        launch()
-            .words(words)
-            .run()
-            .expect_exit(2)
-            .expect_stderr("is a command of `ddp-train`, and no program has this name")
-            .expect_stderr("hint: `ddp-train ");
-    }
-}
-
-#[test]
 fn a_dry_run_tells_of_the_rendezvous_and_the_ranks_of_this_node() {
     let finished = launch()
         .nproc(2)

@@ -35,11 +35,12 @@ pub struct Args {
     #[arg(
         long,
         visible_alias = "print-completion",
+        alias = "print_completion",
         value_name = "SHELL",
         exclusive = true,
         hide_short_help = true
     )]
-    completions: Option<Shell>,
+    pub(super) completions: Option<Shell>,
 
     /// Override a value of the YAML: `--set train.steps=20`
     ///
@@ -93,21 +94,6 @@ const FLAGS_OF_OTHERS: [(&str, &str); 11] = [
     ("--num-workers", "--nproc-per-node"),
 ];
 
-/// The shell of `ddp-run --completions SHELL`, which needs no target.
-pub fn completions(argv: &[OsString]) -> Option<Shell> {
-    let first = argv.get(1)?.to_str()?;
-    let (flag, shell) = match first.split_once('=') {
-        Some((flag, shell)) => (flag, shell),
-        None => (first, argv.get(2)?.to_str()?),
-    };
-    // The second one is torchrun's.
-    let asks = matches!(
-        flag,
-        "--completions" | "--print-completion" | "--print_completion"
-    );
-    shell.parse().ok().filter(|_| asks)
-}
-
 /// Parses a command line, `argv[0]` included. The error is clap's: it prints itself and knows its exit code.
 pub fn parse(argv: impl IntoIterator<Item = OsString>) -> Result<Args, clap::Error> {
     let argv: Vec<OsString> = argv.into_iter().collect();
@@ -155,41 +141,13 @@ pub fn command() -> clap::Command {
 
 fn read(command: clap::Command, argv: &[OsString]) -> Result<Args, clap::Error> {
     let line = command.try_get_matches_from(argv);
-    let line = line.map_err(|error| with_our_flag(with_two_dashes(error, argv)))?;
+    let line = line.map_err(with_our_flag)?;
     let mut args = Args::from_arg_matches(&line)?;
     args.settings.keep_words(&line);
     let mut words = std::mem::take(&mut args.command).into_iter();
     args.target = words.next().unwrap_or_default();
     args.target_args = words.collect();
     Ok(args)
-}
-
-/// Names a long flag that was typed with one dash: the parser takes it for short ones.
-fn with_two_dashes(error: clap::Error, argv: &[OsString]) -> clap::Error {
-    let refused = match error.kind() {
-        ErrorKind::UnknownArgument => ContextKind::InvalidArg,
-        // `-rdzv-endpoint` gives `--redirects` a value.
-        ErrorKind::ValueValidation => ContextKind::InvalidValue,
-        _ => return error,
-    };
-    let Some(ContextValue::String(refused)) = error.get(refused) else {
-        return error;
-    };
-    let refused = refused.trim_start_matches('-');
-    let meant = argv.iter().find_map(|word| {
-        let word = word.to_str().filter(|word| word.contains(refused))?;
-        let typed = word.split('=').next()?;
-        let flag = format!("-{}", typed.replace('_', "-"));
-        let is_known = flags_that_begin_with(&flag).contains(&flag);
-        is_known.then(|| [typed.to_owned(), flag].map(ContextValue::String))
-    });
-    let Some([typed, flag]) = meant else {
-        return error;
-    };
-    let mut named = clap::Error::new(ErrorKind::UnknownArgument).with_cmd(&command());
-    named.insert(ContextKind::InvalidArg, typed);
-    named.insert(ContextKind::SuggestedArg, flag);
-    named
 }
 
 /// Suggests what a flag of another launcher is called here, or which flags begin with one that is too short.
@@ -285,18 +243,18 @@ mod tests {
 
     #[test]
     fn completions_stand_alone_under_torchruns_name_too() {
-        let shell = |words: &[&str]| {
-            let argv: Vec<OsString> = std::iter::once(&"ddp-run")
-                .chain(words)
-                .map(OsString::from)
-                .collect();
-            completions(&argv)
-        };
+        let shell = |words: &[&str]| parse_words(words).ok().and_then(|args| args.completions);
         assert_eq!(shell(&["--completions", "bash"]), Some(Shell::Bash));
         assert_eq!(shell(&["--print-completion=zsh"]), Some(Shell::Zsh));
+        assert_eq!(shell(&["--print_completion", "fish"]), Some(Shell::Fish));
         assert_eq!(shell(&["train.py", "bash"]), None);
-        assert_eq!(shell(&["--completions", "tcsh"]), None);
-        assert_eq!(shell(&[]), None);
+        for words in [
+            &["--completions", "tcsh"][..],
+            &["--completions", "bash", "x"],
+            &[],
+        ] {
+            parse_words(words).expect_err("no shell, or not alone");
+        }
     }
 
     #[test]
@@ -394,33 +352,6 @@ mod tests {
                 "{theirs}"
             );
         }
-    }
-
-    #[test]
-    fn a_long_flag_with_one_dash_leads_to_the_one_with_two() {
-        for (words, tip) in [
-            (
-                &["-nproc-per-node", "2", "x"][..],
-                "'-nproc-per-node' found\n\n  tip: a similar argument exists: '--nproc-per-node'",
-            ),
-            (
-                &["-nproc_per_node=2", "x"],
-                "'-nproc_per_node' found\n\n  tip: a similar argument exists: '--nproc-per-node'",
-            ),
-            (
-                &["-rdzv-endpoint", "a", "x"],
-                "'-rdzv-endpoint' found\n\n  tip: a similar argument exists: '--rdzv-endpoint'",
-            ),
-            (
-                &["t.yaml", "-max-restarts", "2"],
-                "'-max-restarts' found\n\n  tip: a similar argument exists: '--max-restarts'",
-            ),
-        ] {
-            let error = parse_words(words).expect_err("must be refused");
-            assert!(error.contains(tip), "{error}");
-        }
-        let error = parse_words(&["-x", "train.py"]).expect_err("must be refused");
-        assert!(error.contains("unexpected argument '-x'"), "{error}");
     }
 
     #[test]

@@ -30,13 +30,13 @@ use std::time::Duration;
 use ddp_launcher::{BoundPlan, Guardian};
 use ddp_proto::exit;
 use ddp_proto::trust::token::Token;
-use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::oneshot;
 
 use crate::cli::answer::{OWN_PREFIX, print_own, print_own_error};
 use crate::cli::error::CliError;
 use crate::cli::machine::hardware::{self, GPU_PROBE_SUBCOMMAND};
 use crate::cli::machine::limits;
+use crate::cli::serve::Stops;
 use crate::cli::{answer, event_loop, init_launcher_tracing, native};
 use crate::rendezvous::{self, Monitoring};
 use args::Args;
@@ -63,13 +63,13 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
     if let Err(error) = limits::check_stack() {
         return fail(&error);
     }
-    if let Some(shell) = args::completions(&argv) {
-        return answer::completions(shell, args::command());
-    }
     let args = match args::parse(argv) {
         Ok(args) => args,
         Err(words) => return answer::instead_of_arguments(&words, OWN_PREFIX),
     };
+    if let Some(shell) = args.completions {
+        return answer::completions(shell, args::command());
+    }
     if args.dry_run {
         return show(args);
     }
@@ -127,9 +127,7 @@ fn run(args: Args, guardian: Guardian) -> ExitCode {
         let launch = plan::resolve(args, |name| std::env::var(name).ok(), &exe)?;
         let open_files = limits::raise_open_files(&launch.plan)?;
         let runtime = event_loop()?;
-        let (plan, daemon) = runtime.block_on(async {
-            bind(launch, open_files, guardian.launcher_id()).await
-        })?;
+        let (plan, daemon) = runtime.block_on(bind(launch, open_files, guardian.launcher_id()))?;
         // Workers of later generations are started from `exe`.
         Ok((exe, runtime, plan, daemon))
     });
@@ -255,14 +253,9 @@ impl Daemon {
 
 /// SIGINT or SIGTERM, which the agent does not listen to any more; never, where they cannot be handled.
 async fn interrupted() {
-    let signals = (signal(SignalKind::interrupt()), signal(SignalKind::terminate()));
-    let (Ok(mut interrupt), Ok(mut terminate)) = signals else {
-        return std::future::pending().await;
-    };
-    // Cancel safe: a signal ends the process, so none is missed.
-    tokio::select! {
-        _ = interrupt.recv() => {}
-        _ = terminate.recv() => {}
+    match Stops::handle() {
+        Ok(mut stops) => _ = stops.next().await,
+        Err(_) => std::future::pending().await,
     }
 }
 

@@ -78,7 +78,7 @@ fn merge(args: Args, get_env: &impl Fn(&str) -> Option<String>) -> Result<Merged
     let validated = validated.transpose()?;
     let (settings, given) = layers(args.settings, variables, &target, validated.as_ref(), get_env)?;
     check_nodes(nodes(&settings), &settings)?;
-    check_target(&target, &settings, get_env)?;
+    check_target(&target, &settings)?;
     Ok(Merged {
         target,
         validated,

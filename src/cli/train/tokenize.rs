@@ -7,7 +7,7 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use ddp_proto::exit;
-use ddp_proto::words::counted;
+use ddp_proto::words::{counted, quoted};
 use ddp_worker::tokenize::{ENDS_OF_TEXT, Progress, Report, Request, TokenizeError, Tokenizer, tokenize};
 use indicatif::ProgressBar;
 
@@ -138,16 +138,6 @@ fn no_separator(tokenizer: &Tokenizer) -> String {
          hint: set the separator with `--end-of-text TOKEN`",
         ENDS_OF_TEXT.join("` or `")
     )
-}
-
-/// The text, quoted for YAML if it needs quotes.
-fn quoted(word: &str) -> String {
-    let is_plain = |c: char| c.is_alphanumeric() || "_-./+@%".contains(c);
-    let starts_plain = word.starts_with(|c: char| c.is_alphanumeric() || c == '.' || c == '/' || c == '_');
-    if starts_plain && word.chars().all(is_plain) {
-        return word.to_owned();
-    }
-    format!("'{}'", word.replace('\'', "''"))
 }
 
 #[cfg(test)]

@@ -247,7 +247,7 @@ fn memory(held: &Footprint, snapshot_bytes: u64, nccl_bytes: u64) -> String {
         bytes(held.params),
         aside(held.gathered, |gathered| format!(" (plus {gathered} gathered)")),
         bytes(held.grads),
-        in_flight(held.in_flight),
+        aside(held.in_flight, |slots| format!(" ({slots} of it in flight)")),
         aside(held.offloaded_params[0], |host| format!(
             ", {host} of both in host memory"
         )),
@@ -274,11 +274,6 @@ fn aside(number: u64, words: fn(String) -> String) -> String {
         0 => String::new(),
         number => words(bytes(number)),
     }
-}
-
-/// Says how many bytes of the gradients are slots.
-fn in_flight(slots: u64) -> String {
-    aside(slots, |slots| format!(" ({slots} of it in flight)"))
 }
 
 fn precision(config: &TrainConfig) -> String {
@@ -395,26 +390,15 @@ fn offloaded(prepared: &Prepared<'_>) -> Option<String> {
         }
         OffloadTarget::Host => {
             let home = trainer.optimizer.home();
-            let on_host = home.host_state();
-            Some(on_the_host(
-                &state,
-                on_host.map(|host| (home.staging_bytes(), host.threads())),
-            ))
-        }
-    }
-}
-
-/// `across`: page-locked bytes through which updates go, and threads that make them, if the device's memory is not the
-/// host's.
-fn on_the_host(state: &str, across: Option<(usize, usize)>) -> String {
-    match across {
-        Some((staging, threads)) => format!(
-            "{state} per rank in host memory, updated there by {}, through {} of page-locked memory",
-            counted(threads, "thread"),
-            bytes(staging as u64)
-        ),
-        None => {
-            format!("{state} per rank, already in host memory: `train.offload` has no effect on this device")
+            Some(match home.host_state() {
+                Some(host) => {
+                    let threads = counted(host.threads(), "thread");
+                    format!("{state} per rank in host memory, updated there by {threads}")
+                }
+                None => format!(
+                    "{state} per rank, already in host memory: `train.offload` has no effect on this device"
+                ),
+            })
         }
     }
 }
@@ -518,12 +502,6 @@ mod tests {
             activations: 48 << 30,
             ..Footprint::default()
         }
-    }
-
-    #[test]
-    fn the_line_of_a_state_on_the_host() {
-        insta::assert_snapshot!(on_the_host("1.9 GiB", Some((25 << 20, 8))), @"1.9 GiB per rank in host memory, updated there by 8 threads, through 25.0 MiB of page-locked memory");
-        insta::assert_snapshot!(on_the_host("1.9 GiB", None), @"1.9 GiB per rank, already in host memory: `train.offload` has no effect on this device");
     }
 
     #[test]

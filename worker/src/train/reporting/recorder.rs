@@ -107,8 +107,8 @@ pub(crate) struct Recorder {
     log: Option<MetricsLog>,
     /// The file of `run.tensorboard`, as long as it can be written.
     events: Option<EventFile>,
-    /// Steps whose line could not be written, since the last one that could.
-    missed: u64,
+    /// The last line could not be written.
+    is_losing: bool,
     pace: Pace,
     /// Whether to print step lines: the launcher draws no progress bar, or `train.log_every` is
     /// set.
@@ -140,7 +140,7 @@ impl Recorder {
             lines: !bar || config.train.log_every.is_some(),
             log: log.transpose()?,
             events,
-            missed: 0,
+            is_losing: false,
             pace: Pace::new(Instant::now(), first_step, &config.train),
             last_loss: 0.0,
             trained: (0, Duration::ZERO),
@@ -195,24 +195,13 @@ impl Recorder {
         let Some(log) = &mut self.log else { return };
         self.events =
             (self.events.take()).and_then(|mut events| written(events.append(line).map(|()| events)));
-        match (log.append(line), self.missed) {
-            (Ok(()), 0) => {}
-            (Ok(()), missed) => {
-                warn(&format!(
-                    "metrics are written again; {missed} steps before step {} have no line",
-                    line.step
-                ));
-                self.missed = 0;
-            }
-            (Err(error), missed) => {
-                if missed == 0 {
-                    warn(&format!(
-                        "the metrics of step {} are lost, training continues: {error}",
-                        line.step
-                    ));
-                }
-                self.missed += 1;
-            }
+        match log.append(line) {
+            Ok(()) => self.is_losing = false,
+            Err(error) if !std::mem::replace(&mut self.is_losing, true) => warn(&format!(
+                "the metrics of step {} are lost, training continues: {error}",
+                line.step
+            )),
+            Err(_) => {}
         }
     }
 
