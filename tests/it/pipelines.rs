@@ -95,10 +95,6 @@ fn a_schedule_is_shown_as_text_and_as_picture() {
 fn schedules_that_cannot_be_shown_are_refused_by_flag() {
     let job = untied();
     train(&job, "schedule --schedule 1f1b --stages 0".split(' ')).expect_exit(2);
-    train(&job, "schedule 1f1b".split(' '))
-        .expect_exit(2)
-        .expect_stderr("there is no file `1f1b`")
-        .expect_stderr("hint: did you mean `--schedule 1f1b`?");
     let alone = train(
         &job,
         "schedule --schedule gpipe --stages 1 --micro-batches 1".split(' '),
@@ -114,9 +110,6 @@ fn schedules_that_cannot_be_shown_are_refused_by_flag() {
     train(&job, "schedule --schedule zbv --chunks 3".split(' '))
         .expect_exit(2)
         .expect_stderr("hint: change `--chunks`, `--micro-batches` or `--schedule`");
-    train(&job, "schedule --schedule 1f1b -o picture.png".split(' '))
-        .expect_exit(2)
-        .expect_stderr("expected a path that ends in `.svg`");
 }
 
 #[test]

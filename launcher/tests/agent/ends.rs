@@ -111,7 +111,7 @@ fn a_missing_program_is_one_clear_message() {
     end.expect_code(127);
     insta::assert_snapshot!(end.stderr, @r"
     [ddp-run] error: program `no-such-program` was not found
-    [ddp-run]   hint: give a path, or a name that is in `PATH`
+    [ddp-run]   hint: give a path, such as `./train.py`, or a name that is in `PATH`
     ");
     assert!(daemon.received().is_empty(), "it joined");
 }

@@ -6,11 +6,10 @@ use ddp_launcher::NodeRange;
 
 use super::args::Args;
 use super::scheduler::{self, is_loopback};
-use super::target::{Target, TargetKind, in_path};
+use super::target::{Target, TargetKind};
 use crate::cli::error::CliError;
 use crate::cli::native::Validated;
 use crate::cli::settings::{Settings, variable};
-use crate::cli::train;
 use crate::cli::values::{self, Endpoint};
 
 /// A setting that was given.
@@ -182,21 +181,7 @@ fn warn_of_ignored(settings: &Settings, get_env: &impl Fn(&str) -> Option<String
 }
 
 /// Settings that make no sense for the target.
-pub fn check_target(
-    target: &Target,
-    settings: &Settings,
-    get_env: &impl Fn(&str) -> Option<String>,
-) -> Result<(), CliError> {
-    let name = target.name.to_string_lossy();
-    if target.kind == TargetKind::Program
-        && train::command().find_subcommand(&*name).is_some()
-        && in_path(&[&name], get_env).is_none()
-    {
-        return Err(CliError::Conflict {
-            problem: format!("`{name}` is a command of `ddp-train`, and no program has this name"),
-            hint: format!("`ddp-train {name}`"),
-        });
-    }
+pub fn check_target(target: &Target, settings: &Settings) -> Result<(), CliError> {
     if target.kind == TargetKind::Native && settings.virtual_local_rank == Some(true) {
         return Err(CliError::Conflict {
             problem:

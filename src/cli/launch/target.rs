@@ -10,13 +10,9 @@ use ddp_launcher::WorkerCommand;
 use nix::unistd::{AccessFlags, access};
 
 use crate::cli::error::CliError;
-use crate::cli::settings::nearest;
 
 /// First argument of the invocation by which `ddp-run` runs its own native worker.
 pub const WORKER_SUBCOMMAND: &str = "__worker";
-
-/// Most files of a directory among which one of a similar name is looked for.
-const MAX_SIMILAR_FILES: usize = 1000;
 
 /// What a target is, told by the end of its name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -145,7 +141,7 @@ impl Target {
             });
         }
         let unreadable = |source| CliError::Target {
-            hint: hint_for(Path::new(&name), &source),
+            hint: hint_for(Path::new(&name)).to_owned(),
             path: PathBuf::from(&name),
             source,
         };
@@ -218,33 +214,13 @@ impl Target {
     }
 }
 
-/// The hint for a target that cannot be read for this reason.
-fn hint_for(path: &Path, why: &io::Error) -> String {
+/// The hint for a target that cannot be read.
+fn hint_for(path: &Path) -> &'static str {
     if path.is_dir() {
-        return "a directory counts as a script only with a `__main__.py`; give the path of a file in it"
-            .to_owned();
+        "a directory counts as a script only with a `__main__.py`; give the path of a file in it"
+    } else {
+        "give the path of a `.yaml` configuration, of a `.py` script, or a program"
     }
-    let is_missing = why.kind() == io::ErrorKind::NotFound;
-    match similar_file(path).filter(|_| is_missing) {
-        Some(file) => format!("did you mean `{}`?", file.display()),
-        None => "give the path of a `.yaml` configuration, of a `.py` script, or a program".to_owned(),
-    }
-}
-
-/// A file of the same kind beside it, of which it may be a misspelling.
-fn similar_file(path: &Path) -> Option<PathBuf> {
-    let name = path.file_name()?;
-    let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
-    let entries = fs::read_dir(parent.unwrap_or(Path::new("."))).ok()?;
-    let names = entries
-        .take(MAX_SIMILAR_FILES)
-        .filter_map(|entry| entry.ok()?.file_name().into_string().ok());
-    let names: Vec<String> = names
-        .filter(|other| OsStr::new(other) != name && path.with_file_name(other).is_file())
-        .filter(|other| TargetKind::of(OsStr::new(other)) == TargetKind::of(name))
-        .collect();
-    let near = nearest(name.to_str()?, names.iter().map(String::as_str))?;
-    Some(path.with_file_name(near))
 }
 
 #[cfg(test)]
@@ -357,21 +333,5 @@ mod tests {
         ");
         read(Path::new(".")).expect_err("a folder");
         read(Path::new("sh")).expect("a program");
-    }
-
-    #[test]
-    fn a_misspelt_target_leads_to_the_file_that_is_there() {
-        let dir = tempfile::tempdir().expect("a directory");
-        for file in ["ddp.py", "dpp.yaml", "other.py"] {
-            fs::write(dir.path().join(file), "").expect("writable");
-        }
-        let hint = |name: &str| {
-            let path = dir.path().join(name);
-            let error = Target::read(TargetKind::of(path.as_os_str()), path.into(), vec![], vec![]);
-            error.expect_err("no such file").to_string()
-        };
-        let meant = format!("hint: did you mean `{}`?", dir.path().join("ddp.py").display());
-        assert!(hint("dpp.py").ends_with(&meant), "{}", hint("dpp.py"));
-        assert!(hint("x.py").contains("hint: give the path"), "{}", hint("x.py"));
     }
 }

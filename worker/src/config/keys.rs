@@ -8,7 +8,7 @@ use serde_json::Value as Json;
 
 use super::problem::{ConfigError, Problem};
 use super::schema::keys;
-use super::source::{Node, Origin, Source, Value};
+use super::source::{Node, Source, Value};
 use super::table::Allowed::{Flag, Form, Number, Whole, Word};
 use super::table::{Allowed, Key, is_for_a_shell};
 
@@ -25,9 +25,7 @@ fn checked(source: &Source, prefix: &str, node: &Node) -> Result<Json, ConfigErr
         other => {
             let (subject, found) = (subject(prefix), found(other));
             let what = format!("{subject} is {found}, expected a section with keys");
-            let hint = meant_key(prefix, other);
-            let problem = Problem::new(prefix, what).with_optional_hint(hint);
-            return Err(source.error_at(node.origin, problem));
+            return Err(source.error_at(node.origin, Problem::new(prefix, what)));
         }
     };
     let mut values = serde_json::Map::new();
@@ -50,20 +48,19 @@ fn checked(source: &Source, prefix: &str, node: &Node) -> Result<Json, ConfigErr
         };
         values.insert(entry.key.clone(), value);
     }
-    match missing(source, prefix, &values) {
+    match missing(prefix, &values) {
         None => Ok(values.into()),
         Some(problem) => Err(source.error_at(node.origin, problem)),
     }
 }
 
 /// A required section or key with this prefix that `values` lacks, and what to write.
-fn missing(source: &Source, prefix: &str, values: &serde_json::Map<String, Json>) -> Option<Problem> {
+fn missing(prefix: &str, values: &serde_json::Map<String, Json>) -> Option<Problem> {
     let required = keys().filter(|key| key.is_required());
     let mut below = required.filter_map(|key| key.path.strip_prefix(prefix));
     below.find_map(|rest| match rest.split_once('.') {
         None if !values.contains_key(rest) => {
-            let hint = outside(source, prefix, rest)
-                .unwrap_or_else(|| format!("add `{rest}: …` under `{}:`", prefix.trim_end_matches('.')));
+            let hint = format!("add `{rest}: …` under `{}:`", prefix.trim_end_matches('.'));
             Some(Problem::new(prefix, format!("`{prefix}{rest}` is missing")).with_hint(hint))
         }
         Some((section, key)) if prefix.is_empty() && !key.contains('.') && !values.contains_key(section) => {
@@ -72,21 +69,6 @@ fn missing(source: &Source, prefix: &str, values: &serde_json::Map<String, Json>
         }
         _ => None,
     })
-}
-
-/// What to write if a key of this section stands outside of all sections in the file.
-fn outside(source: &Source, prefix: &str, key: &str) -> Option<String> {
-    let Value::Map(entries) = &source.root().value else {
-        return None;
-    };
-    let entry = entries.iter().find(|entry| entry.key == key)?;
-    let Origin::Line(line) = entry.origin else {
-        return None;
-    };
-    let section = prefix.trim_end_matches('.');
-    Some(format!(
-        "line {line} has `{key}` at the top level: indent it under `{section}:`"
-    ))
 }
 
 impl Key {
@@ -98,11 +80,7 @@ impl Key {
             return Ok(());
         };
         let what = format!("`{path}` is {found}, expected {expected}");
-        let hint = self
-            .allowed
-            .hint(&node.value)
-            .or_else(|| size_hint(path, &node.value));
-        let problem = Problem::new(path, what).with_optional_hint(hint);
+        let problem = Problem::new(path, what).with_optional_hint(self.allowed.hint(&node.value));
         Err(source.error_at(node.origin, problem))
     }
 }
@@ -249,18 +227,6 @@ fn ours(table: &[(&'static str, &str)], theirs: &str) -> Option<&'static str> {
     row.map(|(ours, _)| *ours)
 }
 
-/// The key that a value was meant for which stands in the place of its section: the section's first, if it takes it.
-fn meant_key(prefix: &str, value: &Value) -> Option<String> {
-    let (key, name) = keys().find_map(|key| Some((key, key.path.strip_prefix(prefix)?)))?;
-    let is_meant = !prefix.is_empty() && name != "<flag>" && key.allowed.refusal(value).is_none();
-    let section = prefix
-        .trim_end_matches('.')
-        .rsplit('.')
-        .next()
-        .unwrap_or_default();
-    is_meant.then(|| format!("did you mean `{section}: {{ {name}: {value} }}`?"))
-}
-
 /// What a word means that other programs have, or that is only spelled otherwise.
 fn meant_word(found: &str, words: &[(&str, &str)]) -> Option<String> {
     let plain = |word: &str| word.to_lowercase().replace(['-', '_', ' '], "");
@@ -272,21 +238,6 @@ fn meant_word(found: &str, words: &[(&str, &str)]) -> Option<String> {
     let ours = ours(WORDS_OF_OTHERS, &found_plain).unwrap_or(&found_plain);
     let (word, _) = words.iter().find(|(word, _)| plain(word) == plain(ours))?;
     Some(format!("`{found}` is `{word}` here"))
-}
-
-/// The number to write for a size with its unit. As elsewhere in training, `GB` is taken for GiB.
-fn size_hint(path: &str, value: &Value) -> Option<String> {
-    let Value::Text(text) = value else { return None };
-    let unit_at = text.find(|c: char| !c.is_ascii_digit() && c != '.')?;
-    let (number, unit) = text.split_at(unit_at);
-    let mib = match unit.trim().to_ascii_lowercase().as_str() {
-        "k" | "kb" | "kib" => 1.0 / 1024.0,
-        "m" | "mb" | "mib" => 1.0,
-        "g" | "gb" | "gib" => 1024.0,
-        _ => return None,
-    };
-    let number = number.parse::<f64>().ok().filter(|_| path.ends_with("_mb"))?;
-    Some(format!("write the number of MiB: `{}`", number * mib))
 }
 
 /// A value of another type than expected, as people would write or call it.
@@ -357,11 +308,6 @@ fn subject(prefix: &str) -> String {
 
 /// What to write instead of an unknown key of a section.
 fn suggestion(prefix: &str, key: &str) -> String {
-    if let Some((name, value)) = key.split_once(':')
-        && (find(&format!("{prefix}{name}")).is_some() || is_section(&format!("{prefix}{name}")))
-    {
-        return format!("put a space after the colon: `{name}: {}`", value.trim_start());
-    }
     if let Some(ours) = ours(KEYS_OF_OTHERS, key) {
         return format!("did you mean `{ours}`?");
     }

@@ -641,21 +641,10 @@ fn words_and_units_of_other_programs_lead_to_ours() {
         ("train.precision=bfloat16", "`bfloat16` is `bf16` here"),
         ("train.optimizer.kind=AdamW", "`AdamW` is `adamw` here"),
         ("parallel.backend=gloo", "`gloo` is `cpu` here"),
-        ("parallel.bucket_mb=2GiB", "write the number of MiB: `2048`"),
-        (
-            "parallel.first_bucket_mb=512 KB",
-            "write the number of MiB: `0.5`",
-        ),
     ] {
         assert_eq!(hint(assignment).as_deref(), Some(expected), "{assignment}");
     }
-    for assignment in [
-        "parallel.strategy=pipeline",
-        "parallel.bucket_mb=2 miles",
-        "train.steps=2G",
-    ] {
-        assert_eq!(hint(assignment), None, "{assignment}");
-    }
+    assert_eq!(hint("parallel.strategy=pipeline"), None);
 }
 
 #[test]
@@ -703,21 +692,10 @@ fn every_key_of_another_program_leads_to_one_of_ours() {
 }
 
 #[test]
-fn a_value_in_the_place_of_its_section_is_shown_the_key() {
-    insta::assert_snapshot!(set("parallel.pipeline=2"), @r"
-    `--set parallel.pipeline=2`: `parallel.pipeline` is the number `2`, expected a section with keys
-      hint: did you mean `pipeline: { stages: 2 }`?
-    ");
-    assert!(set("train.optimizer=sgd").ends_with("hint: did you mean `optimizer: { kind: sgd }`?"));
-    assert!(set("parallel.pipeline=zbv").ends_with("expected a section with keys"));
-    assert!(set("launch=2").ends_with("expected a section with keys"));
-}
-
-#[test]
-fn a_key_that_is_not_indented_or_lacks_its_space_is_found() {
+fn a_key_that_is_not_indented_or_lacks_its_space_is_named() {
     insta::assert_snapshot!(with("  block_size: 16", "block_size: 16"), @r"
     train.yaml:3: `model.block_size` is missing
-      hint: line 8 has `block_size` at the top level: indent it under `model:`
+      hint: add `block_size: …` under `model:`
     ");
     insta::assert_snapshot!(with("block_size: 16\n", "block_size: 16\nvocab_size: 300\n"), @r"
     train.yaml:9: unknown key `vocab_size`
@@ -726,10 +704,6 @@ fn a_key_that_is_not_indented_or_lacks_its_space_is_found() {
     insta::assert_snapshot!(with("  block_size: 16", "  block_size:16"), @r"
     train.yaml:8: not valid YAML: simple key expected ':'
       hint: check indentation, brackets and the space after each colon, here and on the line before
-    ");
-    insta::assert_snapshot!(with("model:\n", "model: { block_size:16 }\nrun_:\n"), @r"
-    train.yaml:3: unknown key `model.block_size:16`
-      hint: put a space after the colon: `block_size: 16`
     ");
 }
 
