@@ -118,6 +118,7 @@ impl Bench {
             residual: extra(shape.rows * shape.outputs)?,
             out: self.act(shape.rows * shape.outputs)?,
             shape,
+            exact: false,
         })
     }
 

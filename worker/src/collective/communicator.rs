@@ -158,42 +158,42 @@ impl Communicator {
 
     /// [`Operation::AllReduce`].
     pub fn all_reduce(&self, buffer: &Buffer, reduce: ReduceOp, launch: Launch) -> Work {
-        self.submit(Operation::AllReduce(reduce), buffer, launch)
+        self.submit(Operation::AllReduce(reduce), buffer, None, launch)
     }
 
     /// [`Operation::ReduceScatter`].
     pub fn reduce_scatter(&self, buffer: &Buffer, reduce: ReduceOp, launch: Launch) -> Work {
-        self.submit(Operation::ReduceScatter(reduce), buffer, launch)
+        self.submit(Operation::ReduceScatter(reduce), buffer, None, launch)
     }
 
     /// [`Operation::AllGather`].
     pub fn all_gather(&self, buffer: &Buffer, launch: Launch) -> Work {
-        self.submit(Operation::AllGather, buffer, launch)
+        self.submit(Operation::AllGather, buffer, None, launch)
     }
 
     /// [`Operation::AllToAll`]; `received` gets what the ranks send.
     pub fn all_to_all(&self, received: &Buffer, parts: AllToAll, launch: Launch) -> Work {
-        self.submit_with(Operation::AllToAll, received, Some(parts), launch)
+        self.submit(Operation::AllToAll, received, Some(parts), launch)
     }
 
     /// [`Operation::Broadcast`].
     pub fn broadcast(&self, buffer: &Buffer, root: usize, launch: Launch) -> Work {
-        self.submit(Operation::Broadcast { root }, buffer, launch)
+        self.submit(Operation::Broadcast { root }, buffer, None, launch)
     }
 
     /// [`Operation::Barrier`]; `buffer` is an empty one of any arena.
     pub fn barrier(&self, buffer: &Buffer, launch: Launch) -> Work {
-        self.submit(Operation::Barrier, &buffer.slice(0..0), launch)
+        self.submit(Operation::Barrier, &buffer.slice(0..0), None, launch)
     }
 
     /// [`Operation::Send`].
     pub fn send(&self, buffer: &Buffer, to: usize, launch: Launch) -> Work {
-        self.submit(Operation::Send { to }, buffer, launch)
+        self.submit(Operation::Send { to }, buffer, None, launch)
     }
 
     /// [`Operation::Recv`].
     pub fn recv(&self, buffer: &Buffer, from: usize, launch: Launch) -> Work {
-        self.submit(Operation::Recv { from }, buffer, launch)
+        self.submit(Operation::Recv { from }, buffer, None, launch)
     }
 
     /// Allocates an arena on which operations of this group need no copies. Every rank must call it, with the
@@ -259,22 +259,12 @@ impl Communicator {
         }
     }
 
-    fn submit(&self, operation: Operation, buffer: &Buffer, launch: Launch) -> Work {
-        self.submit_with(operation, buffer, None, launch)
-    }
-
-    fn submit_with(
-        &self,
-        operation: Operation,
-        buffer: &Buffer,
-        parts: Option<AllToAll>,
-        launch: Launch,
-    ) -> Work {
+    fn submit(&self, operation: Operation, buffer: &Buffer, parts: Option<AllToAll>, launch: Launch) -> Work {
         let Launch { after, traffic, tag } = launch;
         let request = Request {
             operation,
             buffer: buffer.clone(),
-            all_to_all: parts.map(Arc::new),
+            all_to_all: parts,
             traffic,
             tag,
         };

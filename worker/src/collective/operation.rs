@@ -177,7 +177,7 @@ pub struct Request {
     /// On what.
     pub buffer: Buffer,
     /// What an all-to-all sends; no other operation has it.
-    pub all_to_all: Option<Arc<AllToAll>>,
+    pub all_to_all: Option<AllToAll>,
     /// What for.
     pub traffic: Traffic,
     /// For errors and traces: `bucket 3`, `loss`.

@@ -102,8 +102,8 @@ sections! {
         top_k: usize = 2, DEGREE;
         /// Every Nth layer has experts; the others are those of `llama`.
         every: usize = 1, DEGREE;
-        /// Most of a rank's own rows of a micro-batch that an expert takes, as a multiple of the mean; it drops the others.
-        /// By default it takes all.
+        /// Most of a rank's own rows of a micro-batch that an expert takes in training, as a multiple of the mean; it drops the
+        /// others. By default it takes all.
         capacity: Option<f64>;
         /// Factor of the load-balancing loss (Fedus et al. 2022).
         aux_loss: f32 = 0.01, NOT_NEGATIVE;

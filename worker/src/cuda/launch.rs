@@ -39,8 +39,13 @@ pub struct Grid {
 impl Grid {
     /// One dimension.
     pub const fn linear(blocks: u32, threads: u32) -> Self {
+        Self::of([blocks, 1, 1], threads)
+    }
+
+    /// Blocks in three dimensions, threads in one.
+    pub const fn of(blocks: [u32; 3], threads: u32) -> Self {
         Self {
-            blocks: [blocks, 1, 1],
+            blocks,
             threads: [threads, 1, 1],
             shared_bytes: 0,
         }

@@ -63,6 +63,8 @@ pub struct Product {
     pub addend: Option<DevicePtr>,
     /// `[cols]`: added to each row of the output, of its type.
     pub bias: Option<DevicePtr>,
+    /// Operands in f32 are never rounded to tf32.
+    pub exact: bool,
 }
 
 impl Product {
@@ -152,7 +154,7 @@ impl Products {
     }
 
     fn shape(&self, product: &Product) -> ProductShape {
-        let may_round = self.tf32 && product.dtype == DType::F32;
+        let may_round = self.tf32 && product.dtype == DType::F32 && !product.exact;
         ProductShape {
             sizes: [product.rows, product.cols, product.inner],
             strides: [product.lhs.stride, product.rhs.stride, product.out_stride],
@@ -548,6 +550,37 @@ mod tests {
         ] {
             expect(&format!("MATMUL_DESC_{name}"), attribute as u32);
         }
+    }
+
+    #[test]
+    fn an_exact_product_is_not_rounded_to_tf32() {
+        let Some(lt) = cublaslt() else { return };
+        let lt = Products { tf32: true, ..lt };
+        let operand = Operand {
+            at: DevicePtr::NULL,
+            stride: 8,
+            transposed: false,
+        };
+        let compute = |exact, dtype| {
+            let product = Product {
+                rows: 8,
+                cols: 8,
+                inner: 8,
+                dtype,
+                lhs: operand,
+                rhs: operand,
+                out_dtype: DType::F32,
+                out: DevicePtr::NULL,
+                out_stride: 8,
+                addend: None,
+                bias: None,
+                exact,
+            };
+            lt.shape(&product).compute
+        };
+        assert_eq!(compute(false, DType::F32), Compute::Tf32);
+        assert_eq!(compute(true, DType::F32), Compute::F32);
+        assert_eq!(compute(false, DType::Bf16), Compute::F32);
     }
 
     /// Our attributes and the sizes of their values, which the library checks.

@@ -36,7 +36,7 @@ use crate::cuda::GpuFacts;
 pub(crate) use crate::memory::dtype;
 pub use crate::memory::{
     Arena, ArenaSpec, Buffer, DType, DeviceError, Element, Event, EventState, Fetch, FileMemory, Held,
-    HostMemory, HostMut, HostRef, Memory, Sharing, Signal,
+    HostMemory, HostMut, HostRef, Memory, Result, Sharing, Signal,
 };
 use crate::ops::Op;
 pub use crate::ops::{Cpu, Isa};

@@ -7,6 +7,9 @@ use ddp_proto::words;
 use super::DType;
 use crate::libraries::LibraryError;
 
+/// What a device has done, or why it has not.
+pub type Result<T, E = DeviceError> = std::result::Result<T, E>;
+
 /// An error of a device. On asynchronous devices it surfaces at synchronisation.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum DeviceError {

@@ -18,6 +18,6 @@ mod host;
 
 pub use arena::{Arena, ArenaSpec, Buffer, Held, HostMut, HostRef, Sharing};
 pub use dtype::{DType, Element};
-pub use error::DeviceError;
+pub use error::{DeviceError, Result};
 pub use event::{Event, EventState, Fetch, Signal};
 pub use host::{FileMemory, HostMemory, Memory};

@@ -13,7 +13,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crate::device::{Arena, ArenaSpec, Buffer, DType, Device, DeviceError};
+use crate::device::{Arena, ArenaSpec, Buffer, DType, Device, Result};
 
 /// A shaped buffer. Clones share it.
 #[derive(Clone, Debug)]
@@ -100,7 +100,7 @@ impl ActivationPool {
     }
 
     /// A pool with an arena of so many bytes, which it allocates now.
-    pub fn planned(device: Arc<dyn Device>, bytes: usize) -> Result<Self, DeviceError> {
+    pub fn planned(device: Arc<dyn Device>, bytes: usize) -> Result<Self> {
         let arena = device.alloc(&ArenaSpec::private("activations", DType::U8, bytes))?;
         Ok(Self::over(device, Some(arena)))
     }
@@ -127,7 +127,7 @@ impl ActivationPool {
     }
 
     /// Leases memory; its contents are whatever was there before.
-    pub fn lease(&self, name: &str, dtype: DType, shape: &[usize]) -> Result<Activation, DeviceError> {
+    pub fn lease(&self, name: &str, dtype: DType, shape: &[usize]) -> Result<Activation> {
         let len: usize = shape.iter().product();
         let name = format!("activation {name}");
         let (arena, place) = match self.place(&name, dtype, len) {
@@ -160,7 +160,7 @@ impl ActivationPool {
     }
 
     /// Memory outside of the plan.
-    fn beside(&self, name: String, dtype: DType, len: usize) -> Result<Arena, DeviceError> {
+    fn beside(&self, name: String, dtype: DType, len: usize) -> Result<Arena> {
         let recycled = self.state().free.get_mut(&(dtype, len)).and_then(Vec::pop);
         if let Some(arena) = recycled {
             return Ok(arena);

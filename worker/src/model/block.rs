@@ -7,10 +7,10 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::{
-    Activation, ActivationPool, Exchange, ExchangeKind, ExpertOps, ParamGroup, ParamId, ParamSpec, TensorOps,
+    Activation, ActivationPool, Exchange, ExchangeKind, ExpertOps, GroupOps, ParamGroup, ParamId, ParamSpec,
 };
 use crate::config::Recompute;
-use crate::device::{Buffer, Compute, DType, DeviceError, Event};
+use crate::device::{Buffer, Compute, DType, DeviceError, Event, Result};
 use crate::ops::{Cast, Op, VocabularyPart};
 use crate::timeline::{Kind, Timeline};
 
@@ -31,12 +31,7 @@ pub trait Block: Send + Sync {
     }
 
     /// Computes the output and puts into `saved` what [`Context::keep`] says.
-    fn forward(
-        &self,
-        ctx: &Context<'_>,
-        inp: &Activation,
-        saved: &mut Saved,
-    ) -> Result<Activation, DeviceError>;
+    fn forward(&self, ctx: &Context<'_>, inp: &Activation, saved: &mut Saved) -> Result<Activation>;
 
     /// Takes `saved` empty, adds each parameter's gradient through `grads`, and returns the gradient of the
     /// input; none for a block whose input has no gradient (tokens).
@@ -48,7 +43,7 @@ pub trait Block: Send + Sync {
         saved: &mut Saved,
         dout: &Activation,
         grads: &mut dyn GradSink,
-    ) -> Result<Option<Activation>, DeviceError>;
+    ) -> Result<Option<Activation>>;
 }
 
 /// What forward keeps in [`Saved`]: memory of activations for arithmetic (Chen et al. 2016; Korthikanti et al. 2022).
@@ -97,10 +92,10 @@ pub trait GradSink {
     fn enter(&mut self, _block: usize) {}
 
     /// Memory for the gradient of `id`.
-    fn grad(&mut self, id: ParamId) -> Result<GradSlot, DeviceError>;
+    fn grad(&mut self, id: ParamId) -> Result<GradSlot>;
 
     /// This block's contribution to the gradient of `id` is in the stream up to `at`.
-    fn contributed(&mut self, id: ParamId, at: Event) -> Result<(), DeviceError>;
+    fn contributed(&mut self, id: ParamId, at: Event) -> Result<()>;
 
     /// Where contributions wait if backward is split and the gradients of weights come later: what they read must stay
     /// unchanged until then. With `None` they are computed at once.
@@ -118,7 +113,7 @@ pub struct WeightGradient {
     /// Kept until the contribution has been computed.
     pub(super) reads: Vec<Activation>,
     /// Computes the contribution in the memory for it.
-    pub(super) ops: Box<dyn FnOnce(GradSlot) -> Vec<Op> + Send>,
+    pub(super) op: Box<dyn FnOnce(GradSlot) -> Op + Send>,
 }
 
 impl std::fmt::Debug for WeightGradient {
@@ -158,14 +153,14 @@ pub struct Context<'a> {
     /// Names the samples, for dropout's masks. None: nothing is dropped.
     pub samples: Option<SampleKey>,
     /// The ranks that hold the model together. None: this rank has all of it.
-    pub tensor: Option<&'a dyn TensorOps>,
+    pub tensor: Option<&'a dyn GroupOps>,
     /// The ranks that compute other positions of the same samples. None: this rank computes all.
-    pub context_group: Option<&'a dyn TensorOps>,
+    pub context_group: Option<&'a dyn GroupOps>,
     /// The ranks that hold the experts of a layer together. None: this rank has all of them.
     pub experts: Option<&'a dyn ExpertOps>,
     /// How much a position counts in the means of the global batch, where experts add losses of their own.
     pub position_weight: f64,
-    /// What the routers of the micro-batch count, `[layers, 2·E + 2]`: [`crate::ops::RouteForward::statistics`], and kept choices.
+    /// What the routers of the micro-batch count, `[layers, 3·E + 1]`: [`crate::ops::RouteForward::statistics`].
     pub routers: Option<&'a Buffer>,
     /// Takes down what runs, while it is open.
     pub timeline: Option<&'a Timeline>,
@@ -225,23 +220,12 @@ impl<'a> Context<'a> {
         id: ParamId,
         reads: &[&Activation],
         op: impl FnOnce(GradSlot) -> O + Send + 'static,
-    ) -> Result<(), DeviceError> {
-        self.contribute_all(grads, id, reads, move |slot| vec![op(slot).into()])
-    }
-
-    /// The same, of several operations.
-    pub(super) fn contribute_all(
-        &self,
-        grads: &mut dyn GradSink,
-        id: ParamId,
-        reads: &[&Activation],
-        ops: impl FnOnce(GradSlot) -> Vec<Op> + Send + 'static,
-    ) -> Result<(), DeviceError> {
+    ) -> Result<()> {
         let later = WeightGradient {
             id,
             block: usize::MAX,
             reads: reads.iter().map(|&read| read.clone()).collect(),
-            ops: Box::new(ops),
+            op: Box::new(move |slot| op(slot).into()),
         };
         match grads.deferred() {
             Some(queue) => {
@@ -256,11 +240,9 @@ impl<'a> Context<'a> {
     pub(super) fn contribute_now(
         &self,
         grads: &mut dyn GradSink,
-        WeightGradient { id, reads, ops, .. }: WeightGradient,
-    ) -> Result<(), DeviceError> {
-        for op in ops(grads.grad(id)?) {
-            self.enqueue(op);
-        }
+        WeightGradient { id, reads, op, .. }: WeightGradient,
+    ) -> Result<()> {
+        self.enqueue(op(grads.grad(id)?));
         drop(reads);
         grads.contributed(id, self.compute.record())
     }
@@ -297,12 +279,12 @@ impl<'a> Context<'a> {
     }
 
     /// Leases an activation of the context's type.
-    pub fn lease(&self, name: &str, shape: &[usize]) -> Result<Activation, DeviceError> {
+    pub fn lease(&self, name: &str, shape: &[usize]) -> Result<Activation> {
         self.pool.lease(name, self.dtype, shape)
     }
 
     /// Leases memory for statistics (losses, logarithms of softmax denominators), which are never narrower than f32.
-    pub fn lease_stat(&self, name: &str, shape: &[usize]) -> Result<Activation, DeviceError> {
+    pub fn lease_stat(&self, name: &str, shape: &[usize]) -> Result<Activation> {
         let dtype = match self.dtype {
             DType::F64 => DType::F64,
             _ => DType::F32,
@@ -310,8 +292,15 @@ impl<'a> Context<'a> {
         self.pool.lease(name, dtype, shape)
     }
 
+    /// Numbers that the host has, `[n]`, for operations that follow.
+    pub(super) fn upload(&self, name: &str, numbers: &[i32]) -> Result<Activation> {
+        let lease = self.pool.lease(name, DType::I32, &[numbers.len()])?;
+        self.compute.upload(lease.buffer(), numbers);
+        Ok(lease)
+    }
+
     /// What backward begins with: [`Context::dloss`].
-    pub fn loss_gradient(&self) -> Result<Activation, DeviceError> {
+    pub fn loss_gradient(&self) -> Result<Activation> {
         let dloss = self.dloss.ok_or_else(|| {
             DeviceError::Upstream("backward wants the factor of each position's gradient".into())
         })?;
@@ -327,7 +316,7 @@ impl Context<'_> {
     }
 
     /// The group, where rows of the residual stream are divided.
-    fn sequence(&self) -> Option<&dyn TensorOps> {
+    fn sequence(&self) -> Option<&dyn GroupOps> {
         self.tensor.filter(|group| group.is_sequence())
     }
 
@@ -375,7 +364,7 @@ impl Context<'_> {
         name: &str,
         channels: usize,
         fill: impl FnOnce(Buffer),
-    ) -> Result<Activation, DeviceError> {
+    ) -> Result<Activation> {
         let whole = self.lease(name, &[self.rows(), channels])?;
         let own = self.own_rows();
         fill(whole.buffer().slice(own.start * channels..own.end * channels));
@@ -386,7 +375,7 @@ impl Context<'_> {
     }
 
     /// All rows of something of which this rank has its own ones.
-    pub(super) fn gathered_rows(&self, name: &str, own: &Activation) -> Result<Activation, DeviceError> {
+    pub(super) fn gathered_rows(&self, name: &str, own: &Activation) -> Result<Activation> {
         if self.sequence().is_none() {
             return Ok(own.clone());
         }
@@ -398,30 +387,29 @@ impl Context<'_> {
     }
 
     /// What the ranks' partial sums `[R, C]` add up to: all rows, or this rank's own ones.
-    pub(super) fn summed_rows(&self, name: &str, partial: Activation) -> Result<Activation, DeviceError> {
+    pub(super) fn summed_rows(&self, name: &str, partial: Activation) -> Result<Activation> {
         self.finish_sum(self.start_sum(name, partial)?)
     }
 
     /// The same, of which nothing may be used until [`Context::finish_sum`].
-    pub(super) fn start_sum(&self, name: &str, partial: Activation) -> Result<RowSum, DeviceError> {
-        let kind = match self.sequence() {
-            None => ExchangeKind::AllReduce,
-            Some(_) => ExchangeKind::ReduceScatterRows,
-        };
-        let exchange = self.tensor.map(|group| group.start(kind, &partial, name));
-        let exchange = exchange.transpose()?;
-        Ok(RowSum { partial, exchange })
+    pub(super) fn start_sum(&self, name: &str, partial: Activation) -> Result<Exchange> {
+        match self.tensor {
+            None => Ok(Exchange::new(Event::reached(), &partial)),
+            Some(group) if group.is_sequence() => {
+                group.start(ExchangeKind::ReduceScatterRows, &partial, name)
+            }
+            Some(group) => group.start(ExchangeKind::AllReduce, &partial, name),
+        }
     }
 
     /// The sum.
-    pub(super) fn finish_sum(&self, sum: RowSum) -> Result<Activation, DeviceError> {
-        if let (Some(group), Some(exchange)) = (self.tensor, sum.exchange) {
-            group.finish(exchange)?;
-        }
-        match self.sequence() {
-            None => Ok(sum.partial),
-            Some(group) => group.own_rows(&sum.partial),
-        }
+    pub(super) fn finish_sum(&self, sum: Exchange) -> Result<Activation> {
+        let Some(group) = self.tensor else {
+            return Ok(sum.into_activation());
+        };
+        let sum = group.finish(sum)?;
+        self.sequence()
+            .map_or(Ok(sum.clone()), |group| group.own_rows(&sum))
     }
 
     /// This rank's part of a vocabulary, where each rank holds so many tokens; none where it has all of it.
@@ -433,12 +421,6 @@ impl Context<'_> {
             whole: ranks * held,
         })
     }
-}
-
-/// Partial sums that the ranks of a tensor group are adding up.
-pub(super) struct RowSum {
-    partial: Activation,
-    exchange: Option<Exchange>,
 }
 
 /// What one block's forward keeps, by name ([`Keep`]). Belongs to the caller.
@@ -461,19 +443,14 @@ impl Saved {
     }
 
     /// Takes an activation out.
-    pub fn take(&mut self, name: &'static str) -> Result<Activation, DeviceError> {
+    pub fn take(&mut self, name: &'static str) -> Result<Activation> {
         self.find(name).ok_or_else(|| {
             DeviceError::Upstream(format!("backward wants `{name}`, which forward did not save"))
         })
     }
 
     /// Memory that stays from call to call, leased by the first one.
-    pub(super) fn cache(
-        &mut self,
-        ctx: &Context<'_>,
-        name: &'static str,
-        shape: &[usize],
-    ) -> Result<Buffer, DeviceError> {
+    pub(super) fn cache(&mut self, ctx: &Context<'_>, name: &'static str, shape: &[usize]) -> Result<Buffer> {
         if !self.slots.contains_key(name) {
             self.put(name, &ctx.lease(name, shape)?);
         }

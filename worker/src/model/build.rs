@@ -11,7 +11,7 @@ use std::sync::Arc;
 use super::decoder::{
     ActivationKind, Decoder, EXPERTS, HEAD, NormKind, PositionKind, ROUTER, SHARED_EXPERTS,
 };
-use super::experts::{ExpertDense, ExpertLayer};
+use super::experts::ExpertLayer;
 use super::layers::{Dense, DropoutLayer, Norm, NormedDense};
 use super::transformer::{Attention, Embedding, FeedForward, Head, SecondLayer, TransformerBlock};
 use super::{AxisRole, Block, Cut, GroupId, Init, Model, ModelPart, ParamGroup, ParamId, ParamSpec};
@@ -389,25 +389,21 @@ impl Parts<'_> {
             // Each rank has a part of the experts' outputs, and so of the gradients of their weights in the sum.
             self.params[router.0].roles[Axis::Tensor as usize] = AxisRole::PartialGradients;
         }
-        let dense = |weight, inputs, outputs| ExpertDense {
+        let dense = |weight, inputs, outputs| Dense {
             weight,
+            bias: None,
             inputs,
             outputs,
+            layout: decoder.layout,
         };
         ExpertLayer {
             norm,
-            router: Dense {
-                weight: router,
-                bias: None,
-                inputs: channels,
-                outputs: all.count,
-                layout: decoder.layout,
-            },
+            router: dense(router, channels, all.count),
             widen: dense(widen, channels, 2 * inner / tensor),
             narrow: dense(narrow, inner / tensor, channels),
             shared: (all.shared > 0)
                 .then(|| self.feed_forward(group, SHARED_EXPERTS.map(key), all.shared * inner, decoder)),
-            all,
+            config: all,
             held: self.part.own_experts(all.count).len(),
             dropout: DropoutLayer {
                 rate: decoder.dropout,

@@ -9,13 +9,14 @@
 //! of one rank, and forward has its bits. Backward gathers them again, and reduce-scatters their gradients. With c ranks
 //! and K bytes of keys and values, a rank sends 3(c − 1)/c·K. Or they go round the ranks: [`ring_attention`].
 
-pub(super) mod ring_attention;
+mod ring_attention;
 
 use std::ops::Range;
 
-use super::{Activation, Context, ExchangeKind, TensorOps};
-use crate::device::{Buffer, DeviceError};
-use crate::ops::{AttentionForward, AttentionShape, CopyRows, DropoutMask, Fill, HeadsView, RowBlocks};
+use super::layers::index_rows;
+use super::{Activation, Context, ExchangeKind, GroupOps};
+use crate::device::{Buffer, Result};
+use crate::ops::{AttentionForward, AttentionShape, DropoutMask, Fill, HeadsView, IndexRows, inverse};
 
 /// The positions of a sample that the rank at `index` of `ranks` computes: one range for a single rank, else two of one
 /// length.
@@ -74,6 +75,7 @@ impl Stretch {
 }
 
 /// Inputs and outputs of a rank's attention.
+#[derive(Clone)]
 pub(super) struct AttentionRows {
     pub(super) qkv: Activation,
     /// `[R, H·D]`
@@ -111,12 +113,12 @@ impl Context<'_> {
 
     /// Positions of a sample, over all ranks that compute some.
     pub(super) fn sample_positions(&self) -> usize {
-        self.shape[1] * self.context_group.map_or(1, TensorOps::size)
+        self.shape[1] * self.context_group.map_or(1, GroupOps::size)
     }
 
     /// What this rank computes.
     pub(super) fn stretches(&self) -> Vec<Stretch> {
-        self.stretches_of(self.context_group.map_or(0, TensorOps::index))
+        self.stretches_of(self.context_group.map_or(0, GroupOps::index))
     }
 
     /// What the rank at an index of the context group computes.
@@ -140,15 +142,25 @@ impl Context<'_> {
 /// Keys and values of a micro-batch on their way between the ranks of a context group.
 pub(super) struct KeyExchange<'a> {
     ctx: &'a Context<'a>,
-    group: &'a dyn TensorOps,
+    group: &'a dyn GroupOps,
     shape: AttentionShape,
+    dropout: Option<DropoutMask>,
 }
 
 impl<'a> KeyExchange<'a> {
     /// Of attention over this rank's rows, whose sizes are `shape`. None: a rank has all positions.
-    pub(super) fn of(ctx: &'a Context<'a>, shape: AttentionShape) -> Option<Self> {
+    pub(super) fn of(
+        ctx: &'a Context<'a>,
+        shape: AttentionShape,
+        dropout: Option<DropoutMask>,
+    ) -> Option<Self> {
         let group = ctx.context_group?;
-        Some(Self { ctx, group, shape })
+        Some(Self {
+            ctx,
+            group,
+            shape,
+            dropout,
+        })
     }
 
     /// Keys and values of a row.
@@ -157,29 +169,23 @@ impl<'a> KeyExchange<'a> {
     }
 
     /// Rows of all ranks, by rank or by position.
-    fn lease(&self, name: &str) -> Result<Activation, DeviceError> {
+    fn lease(&self, name: &str) -> Result<Activation> {
         self.ctx
             .lease(name, &[self.group.size() * self.shape.rows(), self.width()])
     }
 
     /// Keys and values of all positions in their order, `[B, T, 2·KV·D]`.
-    pub(super) fn gather(&self, qkv: &Activation) -> Result<Activation, DeviceError> {
+    pub(super) fn gather(&self, qkv: &Activation) -> Result<Activation> {
         let ordered = self.lease("keys and values")?;
         let by_rank = self.lease("keys and values by rank")?;
-        self.copy(self.own(qkv), self.own(&self.group.own_rows(&by_rank)?), false);
+        self.copy(qkv, &self.group.own_rows(&by_rank)?, false);
         self.group.gather_rows(&by_rank, "keys and values")?;
-        for is_late in [false, true] {
-            self.copy(
-                self.by_rank(&by_rank, is_late),
-                self.ordered(&ordered, is_late),
-                false,
-            );
-        }
+        self.reorder([&by_rank, &ordered], &inverse(&self.by_position()))?;
         Ok(ordered)
     }
 
     /// Gradients of keys and values of all positions, to which, as to `dqkv`, those of both stretches of queries are added.
-    pub(super) fn gradients(&self, dqkv: &Activation) -> Result<Activation, DeviceError> {
+    pub(super) fn gradients(&self, dqkv: &Activation) -> Result<Activation> {
         let ordered = self.lease("gradient of keys")?;
         self.ctx.fill_zeros(&ordered);
         self.ctx.fill_zeros(dqkv);
@@ -187,67 +193,39 @@ impl<'a> KeyExchange<'a> {
     }
 
     /// Sums the gradients over the ranks, in their order: each gets those of its keys and values, in `dqkv`.
-    pub(super) fn scatter(&self, ordered: &Activation, dqkv: &Activation) -> Result<(), DeviceError> {
+    pub(super) fn scatter(&self, ordered: &Activation, dqkv: &Activation) -> Result<()> {
         let by_rank = self.lease("gradient of keys by rank")?;
-        for is_late in [false, true] {
-            self.copy(
-                self.ordered(ordered, is_late),
-                self.by_rank(&by_rank, is_late),
-                false,
-            );
-        }
+        self.reorder([ordered, &by_rank], &self.by_position())?;
         let (group, kind) = (self.group, ExchangeKind::ReduceScatterRows);
-        group.finish(group.start(kind, &by_rank, "gradient of keys and values")?)?;
-        self.copy(self.own(&group.own_rows(&by_rank)?), self.own(dqkv), false);
+        let summed = group.finish(group.start(kind, &by_rank, "gradient of keys and values")?)?;
+        self.copy(&group.own_rows(&summed)?, dqkv, false);
         Ok(())
     }
 
-    /// This rank's two stretches: the last columns of its rows, whatever else is in them.
-    fn own(&self, rows: &Activation) -> RowBlocks {
-        let stride = rows.buffer().len() / self.shape.rows();
-        RowBlocks {
-            buffer: rows.buffer().clone(),
-            stride,
-            offset: stride - self.width(),
-            blocks: [2, self.shape.batch],
-            first: 0,
-            steps: [self.shape.batch as isize, 1],
-        }
+    /// Which stretch of a sample, in the order of samples and positions ([`zigzag`]), each one in the order of ranks is.
+    fn by_position(&self) -> Vec<i32> {
+        let (samples, ranks, len) = (self.shape.batch, self.group.size(), self.shape.positions / 2);
+        let stretches = (0..ranks).flat_map(|rank| self.ctx.stretches_of(rank));
+        let place = |stretch: &Stretch, sample| sample * 2 * ranks + stretch.positions.start / len;
+        let of_samples =
+            stretches.flat_map(|stretch| (0..samples).map(move |sample| place(&stretch, sample) as i32));
+        of_samples.collect()
     }
 
-    /// The early or the late stretch of every rank, in rows by rank.
-    fn by_rank(&self, rows: &Activation, is_late: bool) -> RowBlocks {
-        let samples = self.shape.batch as isize;
-        self.all(rows, if is_late { samples } else { 0 }, [2 * samples, 1])
-    }
-
-    /// The same in rows by position: [`zigzag`].
-    fn ordered(&self, rows: &Activation, is_late: bool) -> RowBlocks {
-        let chunks = 2 * self.group.size() as isize;
-        let (first, step) = if is_late { (chunks - 1, -1) } else { (0, 1) };
-        self.all(rows, first, [step, chunks])
-    }
-
-    fn all(&self, rows: &Activation, first: isize, steps: [isize; 2]) -> RowBlocks {
-        RowBlocks {
-            buffer: rows.buffer().clone(),
-            stride: self.width(),
-            offset: 0,
-            blocks: [self.group.size(), self.shape.batch],
-            first: first as usize,
-            steps,
-        }
-    }
-
-    /// Each block has the rows of a stretch and a sample.
-    fn copy(&self, x: RowBlocks, out: RowBlocks, accumulate: bool) {
-        self.ctx.enqueue(CopyRows {
-            x,
-            out,
-            rows: self.shape.positions / 2,
-            channels: self.width(),
-            accumulate,
+    /// Keys and values of stretches of a sample, each as one row.
+    fn reorder(&self, [from, to]: [&Activation; 2], order: &[i32]) -> Result<()> {
+        let order = self.ctx.upload("order of stretches", order)?;
+        self.ctx.enqueue(IndexRows {
+            widths: [self.shape.positions / 2 * self.width(); 2],
+            ..index_rows([from, to], Some(&order))
         });
+        Ok(())
+    }
+
+    /// Copies keys and values, or adds them to what is there: the last columns of rows, whatever else is in them.
+    fn copy(&self, from: &Activation, to: &Activation, accumulate: bool) {
+        let rows = index_rows([from, to], None);
+        self.ctx.enqueue(IndexRows { accumulate, ..rows });
     }
 }
 

@@ -164,14 +164,10 @@ pub(super) const SHARED_EXPERTS: [&str; 2] = [
     "block_sparse_moe.shared_experts.down_proj",
 ];
 
-static GPT2: Names = GPT2_NAMES;
-static MLP: Names = Names {
-    kind: "mlp",
-    ..GPT2_NAMES
-};
+static MLP: Names = Names { kind: "mlp", ..GPT2 };
 
 /// The names in GPT-2's published checkpoints.
-const GPT2_NAMES: Names = Names {
+const GPT2: Names = Names {
     kind: "gpt2",
     tokens: "wte.weight",
     positions: "wpe.weight",
@@ -185,14 +181,13 @@ const GPT2_NAMES: Names = Names {
     final_norm: "ln_f",
 };
 
-static LLAMA: Names = LLAMA_NAMES;
 static MIXTRAL: Names = Names {
     kind: "mixtral",
-    ..LLAMA_NAMES
+    ..LLAMA
 };
 
 /// The names in Hugging Face's Llama, with queries, keys and values in one matrix, and gate and up in one, one after the other.
-const LLAMA_NAMES: Names = Names {
+const LLAMA: Names = Names {
     kind: "llama",
     tokens: "model.embed_tokens.weight",
     positions: "",

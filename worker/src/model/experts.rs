@@ -3,8 +3,8 @@
 //!
 //! norm → router → dispatch → experts → combine → residual. The router computes in f32. Rows go to experts in the order of
 //! their positions; where ranks hold the experts together, a rank's experts take the rows of all these ranks, in rank order.
-//! Without `capacity`, what becomes of a row does not depend on the others, so that forward has the same bits on any number
-//! of ranks.
+//! Without `capacity`, and in evaluation, what becomes of a row does not depend on the others, so that forward has the same
+//! bits on any number of ranks. Rows that fill up a short last batch go to experts like others, and count in loads and losses.
 //!
 //! The router's own losses are those of each micro-batch: with `T` positions, of which `n_e` chose expert `e` with mean
 //! probability `p_e`, `aux_loss · E · Σ n_e/T · p_e` (Fedus et al. 2022; as transformers computes it for one layer) and
@@ -15,15 +15,14 @@
 //! ranks too. They are not exchanged: what follows from them is linear, and the sum comes with that of the input's gradient
 //! and with that of the router's weight.
 
-use super::layers::{Dense, DropoutLayer, Norm, Site};
-use super::{Activation, Context, GradSink, GradSlot, Keep, ParamId, RowCounts, Saved, TensorOps};
+use super::layers::{Dense, DropoutLayer, Norm, Site, index_rows, swiglu, swiglu_backward};
+use super::{Activation, Context, GradSink, GroupOps, Keep, ParamId, Saved};
 use crate::config::{Experts, Recompute};
-use crate::device::{DType, DeviceError};
+use crate::device::{DType, DeviceError, Result};
+use crate::ops::WeightLayout::{InOut, OutIn};
 use crate::ops::{
-    AddBiasResidual, Cast, ColumnSum, CombineBackward, Fill, GatherRows, GroupedDweight, GroupedLinear,
-    LinearForward, MergedOrder, RouteBackward, RouteForward, Router, SortByExpert, SwigluBackward,
-    SwigluForward,
-    WeightLayout::{self, InOut, OutIn},
+    AddBiasResidual, Cast, CombineBackward, IndexRows, LinearForward, MergedOrder, RouteBackward,
+    RouteForward, Router, SortByExpert, inverse,
 };
 
 /// `x + dropout(Σ_k score_k · expert_k(norm(x)) + shared(norm(x)))`
@@ -32,70 +31,15 @@ pub(super) struct ExpertLayer {
     pub(super) norm: Norm,
     /// Its weight is `[E, C]`.
     pub(super) router: Dense,
-    /// To gate and up.
-    pub(super) widen: ExpertDense,
-    pub(super) narrow: ExpertDense,
+    /// Of each expert that this rank holds: to gate and up.
+    pub(super) widen: Dense,
+    pub(super) narrow: Dense,
     /// Every position goes through it too.
     pub(super) shared: Option<[Dense; 2]>,
-    pub(super) all: Experts,
+    pub(super) config: Experts,
     /// Experts that this rank holds.
     pub(super) held: usize,
     pub(super) dropout: DropoutLayer,
-}
-
-/// A linear layer of each expert that this rank holds, `[O, I]` each; the rows of an expert are neighbours.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct ExpertDense {
-    pub(super) weight: ParamId,
-    pub(super) inputs: usize,
-    pub(super) outputs: usize,
-}
-
-impl ExpertDense {
-    /// `[M, I]` to `[M, O]` with `layout` `OutIn`; with `InOut` the gradient `[M, O]` to that of the input.
-    fn product(
-        &self,
-        ctx: &Context<'_>,
-        inp: &Activation,
-        ends: &Activation,
-        layout: WeightLayout,
-    ) -> Result<Activation, DeviceError> {
-        let features = match layout {
-            OutIn => [self.inputs, self.outputs],
-            InOut => [self.outputs, self.inputs],
-        };
-        let out = ctx.lease("products of experts", &[inp.row_count(), features[1]])?;
-        ctx.enqueue(GroupedLinear {
-            inp: inp.buffer().clone(),
-            weight: ctx.params.get(self.weight),
-            offsets: ends.buffer().clone(),
-            out: out.buffer().clone(),
-            features,
-            layout,
-        });
-        Ok(out)
-    }
-
-    fn gradient(
-        &self,
-        ctx: &Context<'_>,
-        [inp, dout]: [&Activation; 2],
-        ends: &Activation,
-        grads: &mut dyn GradSink,
-    ) -> Result<(), DeviceError> {
-        let [lhs, rhs, offsets] = [dout, inp, ends].map(|x| x.buffer().clone());
-        let features = [self.outputs, self.inputs];
-        ctx.contribute(grads, self.weight, &[inp, dout, ends], move |slot: GradSlot| {
-            GroupedDweight {
-                lhs,
-                rhs,
-                offsets,
-                out: slot.buffer,
-                features,
-                accumulate: slot.accumulate,
-            }
-        })
-    }
 }
 
 /// Where rows go, and with which weights they come back.
@@ -107,7 +51,7 @@ struct Routes {
     chosen: Activation,
     /// `[R, k]`
     weights: Activation,
-    /// [`RouteForward::statistics`], and how many choices were kept.
+    /// [`RouteForward::statistics`]
     statistics: Activation,
     /// The choice `position·k + which` of each row that leaves, `[M]`, i32, by expert and position.
     choices: Activation,
@@ -122,7 +66,8 @@ struct Routes {
 /// Rows that ranks exchange: `[M']` at the experts. They arrive by rank, and are computed by expert and rank.
 #[derive(Debug)]
 struct Arrivals {
-    counts: RowCounts,
+    /// How many go to each rank, and come from each.
+    counts: [Vec<usize>; 2],
     /// Which of them by rank each row by expert is, and the other way round.
     by_expert: Activation,
     by_rank: Activation,
@@ -155,13 +100,13 @@ impl ExpertLayer {
         ctx: &Context<'_>,
         inp: &Activation,
         saved: &mut Saved,
-    ) -> Result<Activation, DeviceError> {
+    ) -> Result<Activation> {
         let normalised = self.norm.forward(ctx, inp)?;
         let routed = self.compute(ctx, &normalised)?;
         let mut mixed = ctx.lease("mixed", &[ctx.rows(), self.router.inputs])?;
-        ctx.enqueue(GatherRows {
+        ctx.enqueue(IndexRows {
             weights: Some(routed.routes.weights.buffer().clone()),
-            ..gather([&routed.outputs, &routed.routes.rows, &mixed], 1)
+            ..index_rows([&routed.outputs, &mixed], Some(&routed.routes.rows))
         });
         if let Some([widen, narrow]) = &self.shared {
             let wide = widen.forward(ctx, &normalised, None, "shared wide")?;
@@ -181,12 +126,7 @@ impl ExpertLayer {
     }
 
     /// What forward keeps, without its output.
-    pub(super) fn recompute(
-        &self,
-        ctx: &Context<'_>,
-        inp: &Activation,
-        saved: &mut Saved,
-    ) -> Result<(), DeviceError> {
+    pub(super) fn recompute(&self, ctx: &Context<'_>, inp: &Activation, saved: &mut Saved) -> Result<()> {
         let normalised = self.norm.forward(ctx, inp)?;
         Self::keep(ctx, inp, self.compute(ctx, &normalised)?, saved);
         Ok(())
@@ -200,13 +140,13 @@ impl ExpertLayer {
         }
     }
 
-    fn compute(&self, ctx: &Context<'_>, normalised: &Activation) -> Result<Routed, DeviceError> {
+    fn compute(&self, ctx: &Context<'_>, normalised: &Activation) -> Result<Routed> {
         let routes = self.route(ctx, normalised)?;
-        let leaving = picked(ctx, [normalised, &routes.choices], self.all.top_k)?;
+        let leaving = picked(ctx, [normalised, &routes.choices], self.config.top_k)?;
         let inputs = to_experts(ctx, leaving, &routes)?;
-        let wide = self.widen.product(ctx, &inputs, &routes.ends, OutIn)?;
+        let wide = self.widen.of_experts(ctx, [&inputs, &routes.ends], OutIn)?;
         let active = activated(ctx, &wide)?;
-        let made = self.narrow.product(ctx, &active, &routes.ends, OutIn)?;
+        let made = self.narrow.of_experts(ctx, [&active, &routes.ends], OutIn)?;
         drop(active);
         Ok(Routed {
             outputs: to_positions(ctx, made, &routes)?,
@@ -218,45 +158,56 @@ impl ExpertLayer {
 
     fn router(&self) -> Router {
         Router {
-            experts: self.all.count,
-            top_k: self.all.top_k,
-            score: self.all.score,
-            normalized: self.all.top_k > 1,
+            experts: self.config.count,
+            top_k: self.config.top_k,
+            score: self.config.score,
+            normalized: self.config.top_k > 1,
         }
     }
 
-    /// Most rows that an expert takes of this rank's positions, where that is bounded.
-    fn capacity(&self, ctx: &Context<'_>) -> Option<usize> {
-        let mean = (ctx.rows() * self.all.top_k) as f64 / self.all.count as f64;
+    /// Most rows that an expert takes of this rank's positions: all where that is not bounded, or no backward follows.
+    fn capacity(&self, ctx: &Context<'_>) -> usize {
+        let bounded = self.config.capacity;
+        let bounded = bounded.filter(|_| matches!(ctx.keep, Keep::ForBackward(_)));
+        let mean = (ctx.rows() * self.config.top_k) as f64 / self.config.count as f64;
         let rows = |times: f64| ((mean * times).ceil() as usize).clamp(1, ctx.rows());
-        self.all.capacity.map(rows)
+        bounded.map_or(ctx.rows(), rows)
     }
 
     /// The most rows of this rank's positions that this number of experts can get.
     fn most_rows(&self, ctx: &Context<'_>, experts: usize) -> usize {
-        let capacity = self.capacity(ctx).unwrap_or(ctx.rows());
-        (ctx.rows() * self.all.top_k.min(experts)).min(experts * capacity)
+        (ctx.rows() * self.config.top_k.min(experts)).min(experts * self.capacity(ctx))
     }
 
     /// Scores all positions, chooses experts, and puts the choices in the order of the experts.
-    fn route(&self, ctx: &Context<'_>, normalised: &Activation) -> Result<Routes, DeviceError> {
-        let (rows, Experts { count, top_k, .. }) = (ctx.rows(), self.all);
+    fn route(&self, ctx: &Context<'_>, normalised: &Activation) -> Result<Routes> {
+        let (positions, Experts { count, top_k, .. }) = (ctx.rows(), self.config);
         let i32s = |name, shape: &[usize]| ctx.pool.lease(name, DType::I32, shape);
-        let logits = self.logits(ctx, normalised)?;
-        let chosen = i32s("choices", &[rows, top_k])?;
-        let weights = ctx.lease_stat("weights", &[rows, top_k])?;
-        let statistics = ctx.lease_stat("statistics of the router", &[2 * count + 2])?;
+        let logits = ctx.lease_stat("logits of the router", &[positions, count])?;
+        ctx.enqueue(LinearForward {
+            inp: normalised.buffer().clone(),
+            weight: ctx.params.get(self.router.weight),
+            bias: None,
+            residual: None,
+            out: logits.buffer().clone(),
+            shape: self.router.shape(normalised),
+            exact: true,
+        });
+        let chosen = i32s("choices", &[positions, top_k])?;
+        let weights = ctx.lease_stat("weights", &[positions, top_k])?;
+        let statistics = ctx.lease_stat("statistics of the router", &[3 * count + 1])?;
         ctx.enqueue(RouteForward {
             logits: logits.buffer().clone(),
-            bias: None,
             experts: chosen.buffer().clone(),
             weights: weights.buffer().clone(),
-            statistics: statistics.buffer().slice(0..2 * count + 1),
+            statistics: statistics.buffer().clone(),
+            capacity: self.capacity(ctx),
             router: self.router(),
         });
+        self.report(ctx, &statistics)?;
         let leaving = self.most_rows(ctx, count);
         let choices = i32s("choices by expert", &[leaving])?;
-        let placed = i32s("rows of choices", &[rows, top_k])?;
+        let rows = i32s("rows of choices", &[positions, top_k])?;
         let counts = i32s("rows for each expert", &[count])?;
         let mut ends = i32s("ends", &[count + 1])?;
         ctx.enqueue(SortByExpert {
@@ -265,26 +216,27 @@ impl ExpertLayer {
             counts: counts.buffer().clone(),
             offsets: ends.buffer().clone(),
             slots: choices.buffer().clone(),
-            rows: placed.buffer().clone(),
+            rows: rows.buffer().clone(),
         });
-        self.report(ctx, &statistics, [&placed, &choices])?;
         let mut arrivals = None;
         if let Some(group) = ctx.experts {
-            let received = i32s("rows from each rank", &[group.size(), self.held])?;
-            let counts = group.count(&counts, &received, [leaving, self.most_rows(ctx, self.held)])?;
-            let order = MergedOrder::new(&counts.received, self.held);
-            let uploaded = |name, mut numbers: Vec<i32>, len: usize| {
-                numbers.resize(len, -1);
-                let lease = i32s(name, &[len])?;
-                ctx.compute.upload(lease.buffer(), &numbers);
-                Ok::<_, DeviceError>(lease)
+            let (ranks, most) = (group.size(), self.most_rows(ctx, self.held));
+            let received = i32s("rows from each rank", &[ranks, self.held])?;
+            let counts = group.count([&counts, &received], [leaving, most])?;
+            let order = MergedOrder::new(&counts[1], self.held);
+            let padded = |mut indices: Vec<i32>| {
+                indices.resize(ranks * most, -1);
+                ctx.upload("order of arrivals", &indices)
             };
-            let arriving = group.size() * self.most_rows(ctx, self.held);
-            ends = uploaded("ends", order.offsets, self.held + 1)?;
+            ends = ctx.upload("ends", &order.offsets)?;
+            let sums = |numbers: &Vec<i32>| {
+                let ranks = numbers.chunks(numbers.len() / ranks);
+                ranks.map(|rows| rows.iter().sum::<i32>() as usize).collect()
+            };
             arrivals = Some(Arrivals {
-                counts,
-                by_expert: uploaded("rows by expert", order.received, arriving)?,
-                by_rank: uploaded("rows by rank", order.rows, arriving)?,
+                counts: counts.each_ref().map(sums),
+                by_rank: padded(inverse(&order.received))?,
+                by_expert: padded(order.received)?,
             });
         }
         Ok(Routes {
@@ -293,55 +245,18 @@ impl ExpertLayer {
             weights,
             statistics,
             choices,
-            rows: placed,
+            rows,
             ends,
             arrivals,
         })
     }
 
-    /// `[R, E]`, in f32 whatever the type of activations.
-    fn logits(&self, ctx: &Context<'_>, normalised: &Activation) -> Result<Activation, DeviceError> {
-        let logits = ctx.lease_stat("logits of the router", &[ctx.rows(), self.all.count])?;
-        let weight = ctx.params.get(self.router.weight);
-        let weight = Activation::borrowed(weight, vec![self.all.count, self.router.inputs]);
-        let (inp, weight) = (in_f32(ctx, normalised)?, in_f32(ctx, &weight)?);
-        ctx.enqueue(LinearForward {
-            inp: inp.buffer().clone(),
-            weight: weight.buffer().clone(),
-            bias: None,
-            residual: None,
-            out: logits.buffer().clone(),
-            shape: self.router.shape(normalised),
-        });
-        Ok(logits)
-    }
-
-    /// Reports the statistics, with the number of choices that were kept. Then those are of all context ranks.
-    fn report(
-        &self,
-        ctx: &Context<'_>,
-        statistics: &Activation,
-        [rows, choices]: [&Activation; 2],
-    ) -> Result<(), DeviceError> {
-        let len = statistics.buffer().len();
-        let out = statistics.buffer().slice(len - 1..len);
-        if self.all.capacity.is_none() {
-            let value = (ctx.rows() * self.all.top_k) as f64;
-            ctx.enqueue(Fill { out, value });
-        } else {
-            // Each row counts as 1, and what was dropped has none.
-            let ones = ctx.lease_stat("ones", &[choices.buffer().len(), 1])?;
-            let kept = ctx.lease_stat("kept choices", &[ctx.rows(), 1])?;
-            let (all, value) = (ones.buffer().clone(), 1.0);
-            ctx.enqueue(Fill { out: all, value });
-            ctx.enqueue(gather([&ones, rows, &kept], 1));
-            let (x, accumulate) = (kept.buffer().clone(), false);
-            ctx.enqueue(ColumnSum { x, out, accumulate });
-        }
+    /// Reports the statistics. Then they are those of all context ranks.
+    fn report(&self, ctx: &Context<'_>, statistics: &Activation) -> Result<()> {
         // Tensor ranks count the same.
         if let (Some(all), 0) = (ctx.routers, ctx.tensor_place().0) {
-            let (x, first) = (statistics.buffer().clone(), self.dropout.layer as usize * len);
-            let out = all.slice(first..first + len);
+            let (x, layer) = (statistics.buffer().clone(), self.dropout.layer as usize);
+            let out = all.slice(layer * x.len()..(layer + 1) * x.len());
             ctx.enqueue(Cast { x, out });
         }
         let group = ctx.context_group;
@@ -355,7 +270,7 @@ impl ExpertLayer {
         saved: &mut Saved,
         stream: &Activation,
         grads: &mut dyn GradSink,
-    ) -> Result<Activation, DeviceError> {
+    ) -> Result<Activation> {
         let inp = saved.take("feed-forward input")?;
         let state = saved
             .state
@@ -363,8 +278,12 @@ impl ExpertLayer {
             .and_then(|state| state.downcast::<Routed>().ok());
         let nothing =
             || DeviceError::Upstream("backward wants what forward did not save of the router".into());
-        let routed = *state.ok_or_else(nothing)?;
-        let (routes, inputs, outputs) = (routed.routes, routed.inputs, routed.outputs);
+        let Routed {
+            routes,
+            inputs,
+            wide,
+            outputs,
+        } = *state.ok_or_else(nothing)?;
         let normalised = saved.find(NORMALISED);
         let normalised = normalised.map_or_else(|| self.norm.forward(ctx, &inp), Ok)?;
         let own = self.dropout.gradient(ctx, Site::FeedForwardResidual, stream)?;
@@ -374,24 +293,24 @@ impl ExpertLayer {
         self.router
             .gradients(ctx, [&normalised, &dlogits, &dlogits], grads)?;
         let dout = to_experts(ctx, outputs, &routes)?;
-        let again = || self.widen.product(ctx, &inputs, &routes.ends, OutIn);
-        let wide = routed.wide.map_or_else(again, Ok)?;
-        let dactive = self.narrow.product(ctx, &dout, &routes.ends, InOut)?;
+        let (ends, widen, narrow) = (&routes.ends, &self.widen, &self.narrow);
+        let again = || widen.of_experts(ctx, [&inputs, ends], OutIn);
+        let wide = wide.map_or_else(again, Ok)?;
+        let dactive = narrow.of_experts(ctx, [&dout, ends], InOut)?;
         swiglu_backward(ctx, [&wide, &dactive]);
-        self.narrow
-            .gradient(ctx, [&dactive, &dout], &routes.ends, grads)?;
+        narrow.gradients_of_experts(ctx, [&dactive, &dout, ends], grads)?;
         drop((dactive, dout));
-        self.widen.gradient(ctx, [&inputs, &wide], &routes.ends, grads)?;
+        widen.gradients_of_experts(ctx, [&inputs, &wide, ends], grads)?;
         drop(inputs);
-        let drows = self.widen.product(ctx, &wide, &routes.ends, InOut)?;
+        let drows = widen.of_experts(ctx, [&wide, ends], InOut)?;
         drop(wide);
         let drows = to_positions(ctx, drows, &routes)?;
         let shared = self.shared_backward(ctx, saved, [&normalised, &dmixed], grads)?;
         drop((normalised, dmixed));
         let dnormalised = self.router.dinp(ctx, &dlogits)?;
-        ctx.enqueue(GatherRows {
+        ctx.enqueue(IndexRows {
             accumulate: true,
-            ..gather([&drows, &routes.rows, &dnormalised], 1)
+            ..index_rows([&drows, &dnormalised], Some(&routes.rows))
         });
         if let Some(shared) = shared {
             ctx.enqueue(AddBiasResidual {
@@ -413,7 +332,7 @@ impl ExpertLayer {
         saved: &mut Saved,
         [inp, dout]: [&Activation; 2],
         grads: &mut dyn GradSink,
-    ) -> Result<Option<Activation>, DeviceError> {
+    ) -> Result<Option<Activation>> {
         let Some([widen, narrow]) = &self.shared else {
             return Ok(None);
         };
@@ -433,7 +352,7 @@ impl ExpertLayer {
         ctx: &Context<'_>,
         routes: &Routes,
         [outputs, dmixed]: [&Activation; 2],
-    ) -> Result<Activation, DeviceError> {
+    ) -> Result<Activation> {
         let dweights = ctx.lease_stat("gradient of the weights", routes.weights.shape())?;
         ctx.enqueue(CombineBackward {
             dout: dmixed.buffer().clone(),
@@ -445,15 +364,15 @@ impl ExpertLayer {
         });
         // Tensor ranks add up what they make: the losses are one rank's.
         let is_counted = f64::from(u8::from(ctx.tensor_place().0 == 0));
-        let [aux_loss, z_loss] = [self.all.aux_loss, self.all.z_loss]
+        let [aux_loss, z_loss] = [self.config.aux_loss, self.config.z_loss]
             .map(|factor| f64::from(factor) * ctx.position_weight * is_counted);
-        let positions = ctx.rows() * ctx.context_group.map_or(1, TensorOps::size);
-        let count = self.all.count;
+        let positions = ctx.rows() * ctx.context_group.map_or(1, GroupOps::size);
+        let count = self.config.count;
         ctx.enqueue(RouteBackward {
             logits_dlogits: routes.logits.buffer().clone(),
             experts: routes.chosen.buffer().clone(),
             dweights: dweights.buffer().clone(),
-            load: Some(routes.statistics.buffer().slice(0..count)),
+            load: routes.statistics.buffer().slice(0..count),
             balance: (aux_loss * count as f64 / positions as f64) as f32,
             z: z_loss as f32,
             router: self.router(),
@@ -466,74 +385,47 @@ impl ExpertLayer {
 }
 
 /// Rows to the ranks of their experts, and there in the order of the experts.
-fn to_experts(ctx: &Context<'_>, rows: Activation, routes: &Routes) -> Result<Activation, DeviceError> {
-    let (Some(group), Some(arrivals)) = (ctx.experts, &routes.arrivals) else {
+fn to_experts(ctx: &Context<'_>, rows: Activation, routes: &Routes) -> Result<Activation> {
+    let (
+        Some(group),
+        Some(Arrivals {
+            counts, by_expert, ..
+        }),
+    ) = (ctx.experts, &routes.arrivals)
+    else {
         return Ok(rows);
     };
-    let shape = [arrivals.by_rank.buffer().len(), rows.shape()[1]];
-    let arrived = ctx.lease("rows by rank", &shape)?;
-    group.exchange([&rows, &arrived], &arrivals.counts, true)?;
+    let arrived = ctx.lease("rows by rank", &[by_expert.buffer().len(), rows.shape()[1]])?;
+    group.exchange([&rows, &arrived], [&counts[0], &counts[1]])?;
     drop(rows);
-    picked(ctx, [&arrived, &arrivals.by_expert], 1)
+    picked(ctx, [&arrived, by_expert], 1)
 }
 
 /// The way back.
-fn to_positions(ctx: &Context<'_>, rows: Activation, routes: &Routes) -> Result<Activation, DeviceError> {
-    let (Some(group), Some(arrivals)) = (ctx.experts, &routes.arrivals) else {
+fn to_positions(ctx: &Context<'_>, rows: Activation, routes: &Routes) -> Result<Activation> {
+    let (Some(group), Some(Arrivals { counts, by_rank, .. })) = (ctx.experts, &routes.arrivals) else {
         return Ok(rows);
     };
-    let leaving = picked(ctx, [&rows, &arrivals.by_rank], 1)?;
+    let leaving = picked(ctx, [&rows, by_rank], 1)?;
     drop(rows);
-    let shape = [routes.choices.buffer().len(), leaving.shape()[1]];
-    let back = ctx.lease("rows of choices", &shape)?;
-    group.exchange([&leaving, &back], &arrivals.counts, false)?;
+    let back = ctx.lease(
+        "rows of choices",
+        &[routes.choices.buffer().len(), leaving.shape()[1]],
+    )?;
+    group.exchange([&leaving, &back], [&counts[1], &counts[0]])?;
     Ok(back)
 }
 
-/// Rows of `inp` by their indices.
-fn picked(ctx: &Context<'_>, [inp, index]: [&Activation; 2], per: usize) -> Result<Activation, DeviceError> {
+/// Rows of `inp` by their indices, of which `per` are of the same row.
+fn picked(ctx: &Context<'_>, [inp, index]: [&Activation; 2], per: usize) -> Result<Activation> {
     let out = ctx.lease("rows of experts", &[index.buffer().len(), inp.shape()[1]])?;
-    ctx.enqueue(gather([inp, index, &out], per));
+    let picked = index_rows([inp, &out], Some(index));
+    ctx.enqueue(IndexRows { per, ..picked });
     Ok(out)
 }
 
-/// `out`, `[…, C]`, from rows of `inp` by their indices, of which `per` are of the same row.
-fn gather([inp, index, out]: [&Activation; 3], per: usize) -> GatherRows {
-    GatherRows {
-        inp: inp.buffer().clone(),
-        index: index.buffer().clone(),
-        per,
-        weights: None,
-        out: out.buffer().clone(),
-        channels: out.shape()[1],
-        accumulate: false,
-    }
-}
-
-/// The numbers in f32, or as they are where they are not narrower.
-fn in_f32(ctx: &Context<'_>, narrow: &Activation) -> Result<Activation, DeviceError> {
-    if ctx.dtype != DType::Bf16 {
-        return Ok(narrow.clone());
-    }
-    let wide = ctx.lease_stat("in f32", narrow.shape())?;
-    let (x, out) = (narrow.buffer().clone(), wide.buffer().clone());
-    ctx.enqueue(Cast { x, out });
-    Ok(wide)
-}
-
-fn activated(ctx: &Context<'_>, wide: &Activation) -> Result<Activation, DeviceError> {
-    let channels = wide.shape()[1] / 2;
-    let active = ctx.lease("activated", &[wide.row_count(), channels])?;
-    let (inp, out) = (wide.buffer().clone(), active.buffer().clone());
-    ctx.enqueue(SwigluForward { inp, out, channels });
+fn activated(ctx: &Context<'_>, wide: &Activation) -> Result<Activation> {
+    let active = ctx.lease("activated", &[wide.row_count(), wide.shape()[1] / 2])?;
+    swiglu(ctx, [wide, &active]);
     Ok(active)
-}
-
-/// `wide` becomes its gradient, and the gradient of the output becomes the output again.
-fn swiglu_backward(ctx: &Context<'_>, [wide, dactive]: [&Activation; 2]) {
-    ctx.enqueue(SwigluBackward {
-        inp_dinp: wide.buffer().clone(),
-        dout_out: dactive.buffer().clone(),
-        channels: dactive.shape()[1],
-    });
 }

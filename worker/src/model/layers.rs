@@ -6,10 +6,11 @@
 
 use super::{Activation, Context, GradSink, GradSlot, Keep, ParamId, Saved};
 use crate::config::Recompute;
-use crate::device::DeviceError;
+use crate::device::Result;
 use crate::ops::{
-    self, AddBiasResidual, Cast, ColumnSum, DropoutMask, LinearDinp, LinearDweight, LinearForward,
-    LinearShape, NormBackward, NormForward, WeightLayout,
+    self, AddBiasResidual, Cast, ColumnSum, DropoutMask, GroupedDweight, GroupedLinear, IndexRows,
+    LinearDinp, LinearDweight, LinearForward, LinearShape, NormBackward, NormForward, SwigluBackward,
+    SwigluForward, WeightLayout,
 };
 
 /// A normalisation of the rows of the residual stream: with a bias layer normalisation, without one that by the root mean
@@ -27,7 +28,7 @@ impl Norm {
     }
 
     /// All rows of the micro-batch, normalised, `[R, C]`; `inp` has this rank's rows of the residual stream.
-    pub(super) fn forward(&self, ctx: &Context<'_>, inp: &Activation) -> Result<Activation, DeviceError> {
+    pub(super) fn forward(&self, ctx: &Context<'_>, inp: &Activation) -> Result<Activation> {
         let channels = inp.buffer().len() / ctx.own_rows().len();
         ctx.all_rows("normalised", channels, |out| {
             ctx.enqueue(NormForward {
@@ -48,7 +49,7 @@ impl Norm {
         [inp, dout]: [&Activation; 2],
         stream: Option<&Activation>,
         grads: &mut dyn GradSink,
-    ) -> Result<Activation, DeviceError> {
+    ) -> Result<Activation> {
         let dinp = match stream {
             Some(stream) if grads.deferred().is_none() => stream.clone(),
             _ => ctx.lease("gradient of the stream", inp.shape())?,
@@ -59,19 +60,6 @@ impl Norm {
                 out: dinp.buffer().clone(),
             });
         }
-        self.backward(ctx, [inp, dout], &dinp, stream.is_some(), grads)?;
-        Ok(dinp)
-    }
-
-    /// Gradients of the parameters; the gradient of the input goes into, or on top of, `dinp`. All are this rank's rows.
-    fn backward(
-        &self,
-        ctx: &Context<'_>,
-        [inp, dout]: [&Activation; 2],
-        dinp: &Activation,
-        accumulate_dinp: bool,
-        grads: &mut dyn GradSink,
-    ) -> Result<(), DeviceError> {
         let dbias = self.bias.map(|bias| grads.grad(bias)).transpose()?;
         let dweight = grads.grad(self.weight)?;
         ctx.enqueue(NormBackward {
@@ -81,7 +69,7 @@ impl Norm {
             dinp: dinp.buffer().clone(),
             dweight: dweight.buffer,
             epsilon: self.epsilon,
-            accumulate_dinp,
+            accumulate_dinp: stream.is_some(),
             accumulate_dweight: dweight.accumulate,
             accumulate_dbias: dbias.as_ref().is_some_and(|slot| slot.accumulate),
             dbias: dbias.map(|slot| slot.buffer),
@@ -89,7 +77,7 @@ impl Norm {
         for id in self.bias.into_iter().chain([self.weight]) {
             grads.contributed(id, ctx.compute.record())?;
         }
-        Ok(())
+        Ok(dinp)
     }
 }
 
@@ -125,7 +113,7 @@ impl Dense {
         inp: &Activation,
         residual: Option<&Activation>,
         name: &str,
-    ) -> Result<Activation, DeviceError> {
+    ) -> Result<Activation> {
         let out = ctx.lease(name, &with_channels(inp, self.outputs))?;
         ctx.enqueue(LinearForward {
             inp: inp.buffer().clone(),
@@ -134,6 +122,7 @@ impl Dense {
             residual: residual.map(|residual| residual.buffer().clone()),
             out: out.buffer().clone(),
             shape: self.shape(inp),
+            exact: false,
         });
         Ok(out)
     }
@@ -147,7 +136,7 @@ impl Dense {
         residual: &Activation,
         dropout: DropoutLayer,
         site: Site,
-    ) -> Result<Activation, DeviceError> {
+    ) -> Result<Activation> {
         if ctx.tensor.is_some() {
             let partial = Self { bias: None, ..*self };
             let partial = partial.forward(ctx, inp, None, "partial sums")?;
@@ -160,7 +149,7 @@ impl Dense {
     }
 
     /// Gradient of the input.
-    pub(super) fn dinp(&self, ctx: &Context<'_>, dout: &Activation) -> Result<Activation, DeviceError> {
+    pub(super) fn dinp(&self, ctx: &Context<'_>, dout: &Activation) -> Result<Activation> {
         let dinp = ctx.lease("gradient", &with_channels(dout, self.inputs))?;
         ctx.enqueue(LinearDinp {
             dout: dout.buffer().clone(),
@@ -178,7 +167,7 @@ impl Dense {
         ctx: &Context<'_>,
         [inp, dout, own]: [&Activation; 3],
         grads: &mut dyn GradSink,
-    ) -> Result<(), DeviceError> {
+    ) -> Result<()> {
         let (inp_rows, dout_rows, shape) = (inp.buffer().clone(), dout.buffer().clone(), self.shape(inp));
         let weight = move |slot: GradSlot| LinearDweight {
             inp: inp_rows,
@@ -196,6 +185,50 @@ impl Dense {
             })?;
         }
         ctx.contribute(grads, self.weight, &[inp, dout], weight)
+    }
+
+    /// Of the experts that a rank holds, whose weights are `[O, I]` each: `[M, I]` to `[M, O]` with the layout `OutIn`; with
+    /// `InOut` the gradient `[M, O]` to that of the input. The rows of an expert are neighbours, and end where `ends` says.
+    pub(super) fn of_experts(
+        &self,
+        ctx: &Context<'_>,
+        [inp, ends]: [&Activation; 2],
+        layout: WeightLayout,
+    ) -> Result<Activation> {
+        let features = match layout {
+            WeightLayout::OutIn => [self.inputs, self.outputs],
+            WeightLayout::InOut => [self.outputs, self.inputs],
+        };
+        let out = ctx.lease("products of experts", &[inp.row_count(), features[1]])?;
+        ctx.enqueue(GroupedLinear {
+            inp: inp.buffer().clone(),
+            weight: ctx.params.get(self.weight),
+            offsets: ends.buffer().clone(),
+            out: out.buffer().clone(),
+            features,
+            layout,
+        });
+        Ok(out)
+    }
+
+    /// Gradients of these weights.
+    pub(super) fn gradients_of_experts(
+        &self,
+        ctx: &Context<'_>,
+        [inp, dout, ends]: [&Activation; 3],
+        grads: &mut dyn GradSink,
+    ) -> Result<()> {
+        let [lhs, rhs, offsets] = [dout, inp, ends].map(|x| x.buffer().clone());
+        let features = [self.outputs, self.inputs];
+        let of = move |slot: GradSlot| GroupedDweight {
+            lhs,
+            rhs,
+            offsets,
+            out: slot.buffer,
+            features,
+            accumulate: slot.accumulate,
+        };
+        ctx.contribute(grads, self.weight, &[inp, dout, ends], of)
     }
 }
 
@@ -227,7 +260,7 @@ impl NormedDense {
         inp: &Activation,
         saved: &mut Saved,
         name: &str,
-    ) -> Result<Activation, DeviceError> {
+    ) -> Result<Activation> {
         let normalised = self.norm.forward(ctx, inp)?;
         let out = self.dense.forward(ctx, &normalised, None, name)?;
         self.keep(ctx, saved, &normalised);
@@ -242,7 +275,7 @@ impl NormedDense {
         saved: &mut Saved,
         stream: Option<&Activation>,
         grads: &mut dyn GradSink,
-    ) -> Result<Activation, DeviceError> {
+    ) -> Result<Activation> {
         let normalised = match saved.find(self.normalised) {
             Some(normalised) => normalised,
             None => self.norm.forward(ctx, inp)?,
@@ -255,6 +288,42 @@ impl NormedDense {
         let dnormalised = ctx.finish_sum(early.map_or_else(gradient, Ok)?)?;
         self.norm.backward_onto(ctx, [inp, &dnormalised], stream, grads)
     }
+}
+
+/// `wide` `[…, 2F]` to `active` `[…, F]`
+pub(super) fn swiglu(ctx: &Context<'_>, [wide, active]: [&Activation; 2]) {
+    ctx.enqueue(SwigluForward {
+        inp: wide.buffer().clone(),
+        out: active.buffer().clone(),
+        channels: width(active),
+    });
+}
+
+/// `wide` becomes its gradient, and the gradient of the output becomes the output again.
+pub(super) fn swiglu_backward(ctx: &Context<'_>, [wide, dactive]: [&Activation; 2]) {
+    ctx.enqueue(SwigluBackward {
+        inp_dinp: wide.buffer().clone(),
+        dout_out: dactive.buffer().clone(),
+        channels: width(dactive),
+    });
+}
+
+/// Rows of `inp` by their indices, or as they are, to `out`; of longer rows the last channels.
+pub(super) fn index_rows([inp, out]: [&Activation; 2], index: Option<&Activation>) -> IndexRows {
+    IndexRows {
+        inp: inp.buffer().clone(),
+        index: index.map(|index| index.buffer().clone()),
+        per: 1,
+        weights: None,
+        out: out.buffer().clone(),
+        widths: [width(inp), width(out)],
+        accumulate: false,
+    }
+}
+
+/// Channels of a row.
+fn width(x: &Activation) -> usize {
+    x.shape().last().copied().unwrap_or(1)
 }
 
 /// The shape of `like` with another number of channels.
@@ -296,7 +365,7 @@ impl DropoutLayer {
         site: Site,
         inp: &Activation,
         residual: Option<&Activation>,
-    ) -> Result<Option<Activation>, DeviceError> {
+    ) -> Result<Option<Activation>> {
         let Some(mask) = self.mask(ctx, site) else {
             return Ok(None);
         };
@@ -324,7 +393,7 @@ impl DropoutLayer {
         partial: Activation,
         residual: &Activation,
         bias: Option<ParamId>,
-    ) -> Result<Activation, DeviceError> {
+    ) -> Result<Activation> {
         let sum = ctx.summed_rows("partial sums", partial)?;
         let residual_here = self.mask(ctx, site).is_none().then_some(residual);
         let projected = ctx.lease("projected", sum.shape())?;
@@ -339,12 +408,7 @@ impl DropoutLayer {
     }
 
     /// The gradient of what [`DropoutLayer::apply`] was given.
-    pub(super) fn gradient(
-        self,
-        ctx: &Context<'_>,
-        site: Site,
-        dout: &Activation,
-    ) -> Result<Activation, DeviceError> {
+    pub(super) fn gradient(self, ctx: &Context<'_>, site: Site, dout: &Activation) -> Result<Activation> {
         Ok(self.apply(ctx, site, dout, None)?.unwrap_or_else(|| dout.clone()))
     }
 }

@@ -8,9 +8,9 @@
 //! | [`Saved`], [`Keep`] | what a block's forward keeps for its backward; one per block and micro-batch in flight; how much |
 //! | [`WeightGradient`] | a gradient of a parameter that is put off to the second half of backward |
 //! | [`Activation`], [`ActivationPool`] | shaped buffers, leased from a pool |
-//! | [`TensorOps`], [`Exchange`] | what blocks ask of the ranks that hold a model together |
+//! | [`GroupOps`], [`Exchange`] | what blocks ask of the ranks that hold a model together |
 //! | [`zigzag`] | which positions of a sample the ranks of a context group compute |
-//! | [`ExpertOps`], [`RowCounts`] | what blocks ask of the ranks that hold the experts of a layer together |
+//! | [`ExpertOps`] | what blocks ask of the ranks that hold the experts of a layer together |
 //! | [`Model`] | parameters, groups and blocks of one network |
 //! | [`Published`] | how a kind of model is published: names of tensors, words of `config.json` |
 //! | [`build()`] | a network from the `model` section: GPT-2, the same without attention, Llama, Mixtral |
@@ -44,4 +44,4 @@ pub use passes::{ChunkState, Hooks, NoHooks, Pass, Passes};
 pub use published::{FixedSetting, FusedTensors, Published, PublishedTensor, Size, SizeSetting};
 pub(crate) use region::Overlap;
 pub use region::{Cut, Region, Run};
-pub use tensor::{Exchange, ExchangeKind, ExpertOps, RowCounts, TensorOps, own_rows};
+pub use tensor::{Exchange, ExchangeKind, ExpertOps, GroupOps, own_rows};

@@ -9,7 +9,7 @@
 use std::ops::Range;
 
 use super::{Activation, Context, GradSink, GradSlot, Keep, Model, ParamId, Saved, WeightGradient};
-use crate::device::{Compute, DeviceError, Event};
+use crate::device::{Compute, DeviceError, Event, Result};
 use crate::timeline::Kind;
 
 /// One of the two passes over the blocks.
@@ -24,12 +24,12 @@ pub enum Pass {
 /// What accompanies the passes over the blocks.
 pub trait Hooks {
     /// The pass of a block is about to be enqueued.
-    fn before(&mut self, _block: usize, _pass: Pass) -> Result<(), DeviceError> {
+    fn before(&mut self, _block: usize, _pass: Pass) -> Result<()> {
         Ok(())
     }
 
     /// All of it is in the stream. `made` is the block's output or the gradient of its input, if that has one.
-    fn after(&mut self, _block: usize, _pass: Pass, _made: Option<&Activation>) -> Result<(), DeviceError> {
+    fn after(&mut self, _block: usize, _pass: Pass, _made: Option<&Activation>) -> Result<()> {
         Ok(())
     }
 }
@@ -87,7 +87,7 @@ impl Passes<'_> {
         state: &mut ChunkState,
         input: &Activation,
         hooks: &mut dyn Hooks,
-    ) -> Result<Activation, DeviceError> {
+    ) -> Result<Activation> {
         let mut activation = input.clone();
         for (index, saved) in state.chunk.clone().zip(&mut state.saved) {
             let block = &self.model.blocks[index];
@@ -109,7 +109,7 @@ impl Passes<'_> {
         chunk: Range<usize>,
         input: &Activation,
         hooks: &mut dyn Hooks,
-    ) -> Result<Activation, DeviceError> {
+    ) -> Result<Activation> {
         let ctx = Context {
             keep: Keep::Nothing,
             dloss: None,
@@ -131,7 +131,7 @@ impl Passes<'_> {
         dout: Option<Activation>,
         hooks: &mut dyn Hooks,
         grads: &mut dyn GradSink,
-    ) -> Result<Option<Activation>, DeviceError> {
+    ) -> Result<Option<Activation>> {
         let ChunkState {
             chunk,
             saved,
@@ -165,11 +165,7 @@ impl Passes<'_> {
     }
 
     /// Adds what was deferred to the gradients of the chunk's weights, in the order in which backward came to them.
-    pub fn weight_gradients(
-        &self,
-        state: &mut ChunkState,
-        grads: &mut dyn GradSink,
-    ) -> Result<(), DeviceError> {
+    pub fn weight_gradients(&self, state: &mut ChunkState, grads: &mut dyn GradSink) -> Result<()> {
         for later in state.deferred.take().into_iter().flatten() {
             grads.enter(later.block);
             self.ctx.contribute_now(grads, later)?;
@@ -179,7 +175,7 @@ impl Passes<'_> {
 }
 
 /// Sum of the losses of a micro-batch's positions, without ignored ones. Synchronises.
-pub(crate) fn sum_of_losses(compute: &Compute, losses: &Activation) -> Result<f64, DeviceError> {
+pub(crate) fn sum_of_losses(compute: &Compute, losses: &Activation) -> Result<f64> {
     let bytes = compute.download(losses.buffer())?;
     let losses = bytes.chunks_exact(size_of::<f32>());
     Ok(losses
@@ -195,11 +191,11 @@ struct DeferringSink<'a> {
 }
 
 impl GradSink for DeferringSink<'_> {
-    fn grad(&mut self, id: ParamId) -> Result<GradSlot, DeviceError> {
+    fn grad(&mut self, id: ParamId) -> Result<GradSlot> {
         self.grads.grad(id)
     }
 
-    fn contributed(&mut self, id: ParamId, at: Event) -> Result<(), DeviceError> {
+    fn contributed(&mut self, id: ParamId, at: Event) -> Result<()> {
         self.grads.contributed(id, at)
     }
 

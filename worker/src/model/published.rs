@@ -121,9 +121,7 @@ impl Size {
     }
 }
 
-static GPT2: Published = GPT2_TABLE;
-
-const GPT2_TABLE: Published = Published {
+const GPT2: Published = Published {
     kind: ModelKind::Gpt2,
     model_type: "gpt2",
     architecture: Some("GPT2LMHeadModel"),
@@ -160,12 +158,10 @@ static MLP: Published = Published {
         ("n_embd", Size::Channels, None),
         ("n_inner", Size::Inner, Some((4, "n_embd"))),
     ],
-    ..GPT2_TABLE
+    ..GPT2
 };
 
-static LLAMA: Published = LLAMA_TABLE;
-
-const LLAMA_TABLE: Published = Published {
+const LLAMA: Published = Published {
     kind: ModelKind::Llama,
     model_type: "llama",
     architecture: Some("LlamaForCausalLM"),
@@ -237,7 +233,7 @@ static MIXTRAL: Published = Published {
         ("hidden_act", FixedSetting::Word(&["silu", "swish"])),
         ("sliding_window", FixedSetting::Null),
     ],
-    ..LLAMA_TABLE
+    ..LLAMA
 };
 
 impl Published {
@@ -303,28 +299,20 @@ impl Published {
         };
         let (experts, matrix) = shape.split_at(shape.len().saturating_sub(2));
         let columns: usize = matrix[1..].iter().product();
-        let rows = (fused.rows)(decoder);
-        let mut end = 0;
-        let experts = 0..experts.iter().product();
-        let tensors = experts.flat_map(|expert| {
-            fused
-                .tensors
-                .iter()
-                .zip(&rows)
-                .map(move |tensor| (expert, tensor))
-        });
-        tensors
-            .map(|(expert, (tensor, rows))| {
-                let start = end;
-                end += rows * columns;
+        let (mut tensors, mut start) = (Vec::new(), 0);
+        for expert in 0..experts.iter().product::<usize>() {
+            for (tensor, rows) in fused.tensors.iter().zip((fused.rows)(decoder)) {
                 let tensor = tensor.replace("{}", &expert.to_string());
-                PublishedTensor {
+                let elements = start..start + rows * columns;
+                start = elements.end;
+                tensors.push(PublishedTensor {
                     name: format!("{}.{layer}.{tensor}.weight", self.names().layer),
-                    shape: [&[*rows][..], &matrix[1..]].concat(),
-                    elements: start..end,
-                }
-            })
-            .collect()
+                    shape: [&[rows][..], &matrix[1..]].concat(),
+                    elements,
+                });
+            }
+        }
+        tensors
     }
 
     /// The class of transformers that loads a model; none: it knows no such model.

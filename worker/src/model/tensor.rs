@@ -14,14 +14,14 @@
 use std::ops::Range;
 
 use super::Activation;
-use crate::device::{DeviceError, Event};
+use crate::device::{DeviceError, Event, Result};
 
 /// The ranks that hold one copy of a model together, as one of them sees it.
 ///
 /// All of them start the same exchanges in the same order, of activations of the same sizes. An exchange works in place,
 /// begins when what the compute stream was given before it has run, and runs beside what it is given after it. The rows
 /// of an activation `[…, C]` are those of the matrix `[R, C]`; each rank's own are `R/t` consecutive ones, in rank order.
-pub trait TensorOps {
+pub trait GroupOps {
     /// Place of this rank in the group, from 0: which part of everything cut it has.
     fn index(&self) -> usize;
 
@@ -31,60 +31,49 @@ pub trait TensorOps {
     /// Each rank holds its own rows of the residual stream: sequence parallelism.
     fn is_sequence(&self) -> bool;
 
-    /// Keys and values go round the group ([`TensorOps::pass_on`]), instead of being gathered.
+    /// Keys and values go round the group ([`GroupOps::pass_on`]), instead of being gathered.
     fn is_ring(&self) -> bool;
 
     /// Starts an exchange of `x`, which nothing may use until it is finished; `name` is for errors and traces. Refuses
     /// rows that are not as many on every rank. An error that is known already is returned.
-    fn start(&self, kind: ExchangeKind, x: &Activation, name: &str) -> Result<Exchange, DeviceError>;
+    fn start(&self, kind: ExchangeKind, x: &Activation, name: &str) -> Result<Exchange>;
 
     /// Starts to send the first activation to the next rank, the first after the last, and to receive the second from the rank
-    /// before, as [`TensorOps::start`] does.
-    fn pass_on(&self, sent_and_received: [&Activation; 2], name: &str) -> Result<[Exchange; 2], DeviceError>;
+    /// before, as [`GroupOps::start`] does.
+    fn pass_on(&self, sent_and_received: [&Activation; 2], name: &str) -> Result<[Exchange; 2]>;
 
-    /// What the compute stream is given from here on runs after the exchange. An error that is known already is returned.
-    fn finish(&self, exchange: Exchange) -> Result<(), DeviceError>;
+    /// What the compute stream is given from here on runs after the exchange, of which it returns the activation. An error that
+    /// is known already is returned.
+    fn finish(&self, exchange: Exchange) -> Result<Activation>;
 
     /// [`ExchangeKind::AllReduce`], from start to finish.
-    fn all_reduce(&self, x: &Activation, name: &str) -> Result<(), DeviceError> {
+    fn all_reduce(&self, x: &Activation, name: &str) -> Result<()> {
         self.finish(self.start(ExchangeKind::AllReduce, x, name)?)
+            .map(drop)
     }
 
     /// [`ExchangeKind::GatherRows`], from start to finish.
-    fn gather_rows(&self, x: &Activation, name: &str) -> Result<(), DeviceError> {
+    fn gather_rows(&self, x: &Activation, name: &str) -> Result<()> {
         self.finish(self.start(ExchangeKind::GatherRows, x, name)?)
+            .map(drop)
     }
 
     /// This rank's rows of the whole, `[R/t, C]`, in its memory.
-    fn own_rows(&self, whole: &Activation) -> Result<Activation, DeviceError> {
+    fn own_rows(&self, whole: &Activation) -> Result<Activation> {
         Ok(whole.rows(own_rows(whole, [self.index(), self.size()])?))
     }
 }
 
 /// The ranks that hold the experts of a layer together, as one of them sees it.
-pub trait ExpertOps: TensorOps {
-    /// Sends every rank how many rows its experts get, of `counts` `[E]`, and receives in `received` `[ranks, E/ranks]` how many
-    /// each sends to this rank's experts. The host waits for these numbers. `all_and_most`: the sum of `counts` where nothing
-    /// runs, and the most rows that one rank sends to these experts. More are an error.
-    fn count(
-        &self,
-        counts: &Activation,
-        received: &Activation,
-        all_and_most: [usize; 2],
-    ) -> Result<RowCounts, DeviceError>;
+pub trait ExpertOps: GroupOps {
+    /// Sends every rank how many rows its experts get, of the first numbers, `[E]`, and receives in the second ones, `[ranks,
+    /// E/ranks]`, how many each sends to this rank's experts. The host waits for both. `all_and_most`: the sum of the first where
+    /// nothing runs, and the most rows that one rank sends to these experts. More are an error.
+    fn count(&self, numbers: [&Activation; 2], all_and_most: [usize; 2]) -> Result<[Vec<i32>; 2]>;
 
-    /// Sends rows to the ranks of their experts (`forth`), or back. What the compute stream is given from here on runs after
-    /// that.
-    fn exchange(&self, rows: [&Activation; 2], counts: &RowCounts, forth: bool) -> Result<(), DeviceError>;
-}
-
-/// Rows by rank.
-#[derive(Clone, Debug)]
-pub struct RowCounts {
-    /// To the experts of each.
-    pub sent: Vec<usize>,
-    /// From each, for each expert of this rank: `[ranks, E/ranks]`.
-    pub received: Vec<i32>,
+    /// Sends the first rows, and receives the second ones: as many to and of each rank as the counts say. What the compute
+    /// stream is given from here on runs after that.
+    fn exchange(&self, rows: [&Activation; 2], counts: [&[usize]; 2]) -> Result<()>;
 }
 
 /// What the ranks do with an activation that each of them has.
@@ -99,12 +88,12 @@ pub enum ExchangeKind {
     ReduceScatterRows,
 }
 
-/// An exchange that was started. It keeps the activation until [`TensorOps::finish`].
+/// An exchange that was started. It keeps the activation until [`GroupOps::finish`].
 #[derive(Debug)]
 #[must_use = "the memory may be reused before the exchange is finished"]
 pub struct Exchange {
     done: Event,
-    _keeps: Activation,
+    activation: Activation,
 }
 
 impl Exchange {
@@ -112,7 +101,7 @@ impl Exchange {
     pub fn new(done: Event, activation: &Activation) -> Self {
         Self {
             done,
-            _keeps: activation.clone(),
+            activation: activation.clone(),
         }
     }
 
@@ -120,10 +109,15 @@ impl Exchange {
     pub fn done(&self) -> &Event {
         &self.done
     }
+
+    /// What it is of.
+    pub fn into_activation(self) -> Activation {
+        self.activation
+    }
 }
 
 /// The rows of the rank at an index of so many; refuses an activation whose rows they cannot share evenly.
-pub fn own_rows(whole: &Activation, [index, size]: [usize; 2]) -> Result<Range<usize>, DeviceError> {
+pub fn own_rows(whole: &Activation, [index, size]: [usize; 2]) -> Result<Range<usize>> {
     let rows = whole.row_count();
     if !rows.is_multiple_of(size) {
         let what = format!(

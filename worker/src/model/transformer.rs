@@ -6,18 +6,17 @@
 //! Backward works in the reverse of the order in which parameters are listed, since that is the order of gradient
 //! memory: within a layer the bias, then the weight.
 
-use super::context_parallel::ring_attention::RingAttention;
-use super::context_parallel::{AttentionRows, KeyExchange, Stretch};
+use super::context_parallel::{AttentionRows, KeyExchange};
 use super::decoder::{ActivationKind, PositionKind};
 use super::experts::ExpertLayer;
-use super::layers::{Dense, DropoutLayer, NormedDense, Site, with_channels};
+use super::layers::{Dense, DropoutLayer, NormedDense, Site, swiglu, swiglu_backward, with_channels};
 use super::{Activation, Block, Context, GradSink, GradSlot, Keep, ParamId, Saved};
 use crate::config::Recompute;
-use crate::device::{Buffer, DeviceError};
+use crate::device::{Buffer, DeviceError, Result};
 use crate::ops::{
     AttentionBackward, AttentionDecode, AttentionShape, CrossEntropy, CrossEntropyCombine,
-    CrossEntropyPartial, DropoutMask, EncoderForward, Fill, GeluBackward, GeluForward, Op, PositionBackward,
-    Rotary, RotaryEmbedding, SwigluBackward, SwigluForward, TokenBackward,
+    CrossEntropyPartial, DropoutMask, EncoderForward, GeluBackward, GeluForward, PositionBackward, Rotary,
+    RotaryEmbedding, TokenBackward,
 };
 
 /// `[B, T, C]` to `[B, T, C]`.
@@ -53,12 +52,7 @@ impl TransformerBlock {
     }
 
     /// Between the two layers.
-    fn middle(
-        &self,
-        ctx: &Context<'_>,
-        inp: &Activation,
-        saved: &mut Saved,
-    ) -> Result<Activation, DeviceError> {
+    fn middle(&self, ctx: &Context<'_>, inp: &Activation, saved: &mut Saved) -> Result<Activation> {
         match &self.attention {
             Some(attention) => attention.forward(ctx, inp, saved),
             None => Ok(inp.clone()),
@@ -75,12 +69,7 @@ impl Block for TransformerBlock {
         &self.params
     }
 
-    fn forward(
-        &self,
-        ctx: &Context<'_>,
-        inp: &Activation,
-        saved: &mut Saved,
-    ) -> Result<Activation, DeviceError> {
+    fn forward(&self, ctx: &Context<'_>, inp: &Activation, saved: &mut Saved) -> Result<Activation> {
         let mut dropped = Saved::default();
         let saved = if ctx.keep == Keep::ForBackward(Recompute::Full) {
             saved.put(INPUT, inp);
@@ -101,7 +90,7 @@ impl Block for TransformerBlock {
         saved: &mut Saved,
         dout: &Activation,
         grads: &mut dyn GradSink,
-    ) -> Result<Option<Activation>, DeviceError> {
+    ) -> Result<Option<Activation>> {
         let mut again = Saved::default();
         let saved = match saved.find(INPUT) {
             None => saved,
@@ -171,13 +160,8 @@ impl Block for Embedding {
     }
 
     /// `[B, T]` tokens to `[B, T, C]`, or this rank's rows of it.
-    fn forward(
-        &self,
-        ctx: &Context<'_>,
-        inp: &Activation,
-        saved: &mut Saved,
-    ) -> Result<Activation, DeviceError> {
-        let [batch, positions] = batch_and_positions(inp)?;
+    fn forward(&self, ctx: &Context<'_>, inp: &Activation, saved: &mut Saved) -> Result<Activation> {
+        let [batch, positions] = ctx.shape;
         let out = ctx.lease("embedding", &[batch, positions, self.channels])?;
         // The parts are summed: one rank adds the positions.
         let wpe = self.wpe.filter(|_| ctx.tensor_place().0 == 0);
@@ -204,14 +188,22 @@ impl Block for Embedding {
         saved: &mut Saved,
         dout: &Activation,
         grads: &mut dyn GradSink,
-    ) -> Result<Option<Activation>, DeviceError> {
+    ) -> Result<Option<Activation>> {
         let tokens = saved.take("tokens")?;
         let dout = self.dropout.gradient(ctx, Site::Embedding, dout)?;
         let dout = ctx.gathered_rows("gradient of the embedding", &dout)?;
         if let Some(wpe) = self.wpe {
-            let (dout_rows, channels, stretches) = (dout.buffer().clone(), self.channels, ctx.stretches());
-            let of = move |slot: GradSlot| position_gradients(&slot, &dout_rows, &stretches, channels);
-            ctx.contribute_all(grads, wpe, &[&dout], of)?;
+            let (rows, channels, stretches) = (dout.buffer().clone(), self.channels, ctx.stretches());
+            let of = move |slot: GradSlot| PositionBackward {
+                dout: rows,
+                dwpe: slot.buffer,
+                accumulate: slot.accumulate,
+                first: stretches[0].positions.start,
+                second: stretches.get(1).map(|late| late.positions.start),
+                positions: stretches[0].positions.len(),
+                channels,
+            };
+            ctx.contribute(grads, wpe, &[&dout], of)?;
         }
         let (token_rows, dout_rows) = (tokens.buffer().clone(), dout.buffer().clone());
         let part = ctx.vocabulary(self.held);
@@ -225,35 +217,6 @@ impl Block for Embedding {
         ctx.contribute(grads, self.wte, &[&tokens, &dout], of)?;
         Ok(None)
     }
-}
-
-/// Every stretch writes, or adds to, its positions' gradients, and those behind: where the first position is of none, all
-/// begin with zeros.
-fn position_gradients(slot: &GradSlot, dout: &Buffer, stretches: &[Stretch], channels: usize) -> Vec<Op> {
-    let (out, mut accumulate) = (slot.buffer.clone(), slot.accumulate);
-    let mut ops = Vec::new();
-    if stretches.len() > 1 && !accumulate {
-        (ops, accumulate) = (vec![Fill { out, value: 0.0 }.into()], true);
-    }
-    ops.extend(stretches.iter().map(|stretch| {
-        let first = stretch.positions.start * channels;
-        let of_stretch = PositionBackward {
-            dout: stretch.of(dout, channels),
-            dwpe: slot.buffer.slice(first..slot.buffer.len()),
-            accumulate,
-            positions: stretch.positions.len(),
-            channels,
-        };
-        Op::from(of_stretch)
-    }));
-    ops
-}
-
-fn batch_and_positions(tokens: &Activation) -> Result<[usize; 2], DeviceError> {
-    <[usize; 2]>::try_from(tokens.shape()).map_err(|_| DeviceError::Shape {
-        op: "embedding",
-        what: format!("tokens have shape {:?}, expected [B, T]", tokens.shape()),
-    })
 }
 
 /// `[B, T, C]` to losses `[B·T]`: normalise, project on the vocabulary, cross-entropy with the context's targets. Backward
@@ -273,7 +236,7 @@ impl Head {
 
     /// Losses `[R]` of logits `[R, V]`, which become their gradients if a backward follows. Where the ranks of a tensor
     /// group have parts of the vocabulary, three numbers a row and rank are exchanged, and all ranks have all losses.
-    fn losses(&self, ctx: &Context<'_>, logits: &Activation) -> Result<Activation, DeviceError> {
+    fn losses(&self, ctx: &Context<'_>, logits: &Activation) -> Result<Activation> {
         let rows = ctx.rows();
         let losses = ctx.lease_stat("losses", &[rows])?;
         let (logits, losses_out) = (logits.buffer(), losses.buffer().clone());
@@ -325,12 +288,7 @@ impl Block for Head {
 
     /// Keeps the input and the logits' gradient, R·(C + V) elements, and R·C where the normalised rows are kept; nothing if
     /// no backward follows.
-    fn forward(
-        &self,
-        ctx: &Context<'_>,
-        inp: &Activation,
-        saved: &mut Saved,
-    ) -> Result<Activation, DeviceError> {
+    fn forward(&self, ctx: &Context<'_>, inp: &Activation, saved: &mut Saved) -> Result<Activation> {
         let logits = self.projection.forward(ctx, inp, saved, "logits")?;
         if let Keep::KvCache { .. } = ctx.keep {
             return Ok(logits);
@@ -351,7 +309,7 @@ impl Block for Head {
         saved: &mut Saved,
         dout: &Activation,
         grads: &mut dyn GradSink,
-    ) -> Result<Option<Activation>, DeviceError> {
+    ) -> Result<Option<Activation>> {
         let known = ctx.dloss.is_some_and(|dloss| dloss.same(dout.buffer()));
         assert!(
             known,
@@ -405,7 +363,7 @@ impl Attention {
         ctx: &Context<'_>,
         inp: &Activation,
         saved: &mut Saved,
-    ) -> Result<Activation, DeviceError> {
+    ) -> Result<Activation> {
         let shape = self.shape(ctx);
         let qkv = self.qkv.forward(ctx, inp, saved, "projected")?;
         self.rotate(ctx, &qkv, false);
@@ -449,13 +407,12 @@ impl Attention {
     }
 
     /// Attention of this rank's rows: over its own keys, over those of all ranks, or as these come by.
-    fn attend(&self, ctx: &Context<'_>, rows: &AttentionRows) -> Result<(), DeviceError> {
+    fn attend(&self, ctx: &Context<'_>, rows: &AttentionRows) -> Result<()> {
         let (shape, dropout) = (self.shape(ctx), self.mask(ctx));
-        if let Some(ring) = RingAttention::of(ctx, shape, dropout) {
-            return ring.forward(rows);
-        }
-        let gather = |others: KeyExchange<'_>| others.gather(&rows.qkv);
-        let keys = KeyExchange::of(ctx, shape).map(gather).transpose()?;
+        let keys = match KeyExchange::of(ctx, shape, dropout) {
+            Some(others) if others.is_ring() => return others.ring_forward(rows),
+            others => others.map(|others| others.gather(&rows.qkv)).transpose()?,
+        };
         for stretch in ctx.stretches() {
             ctx.enqueue(rows.of(&stretch, shape, keys.as_ref(), dropout));
         }
@@ -469,28 +426,29 @@ impl Attention {
         rows: &AttentionRows,
         dout: &Activation,
         dqkv: &Activation,
-    ) -> Result<(), DeviceError> {
+    ) -> Result<()> {
         let (shape, dropout) = (self.shape(ctx), self.mask(ctx));
-        if let Some(ring) = RingAttention::of(ctx, shape, dropout) {
-            return ring.backward(rows, dout, dqkv);
+        let add = |keys: Option<&Activation>, dkeys: Option<&Activation>| {
+            for stretch in ctx.stretches() {
+                ctx.enqueue(AttentionBackward {
+                    forward: rows.of(&stretch, shape, keys, dropout),
+                    dout: stretch.of(dout.buffer(), shape.channels()),
+                    dqkv: stretch.views(stretch.shape(shape), dqkv, dkeys),
+                    accumulate: dkeys.is_some(),
+                });
+            }
+        };
+        let Some(others) = KeyExchange::of(ctx, shape, dropout) else {
+            add(None, None);
+            return Ok(());
+        };
+        if others.is_ring() {
+            return others.ring_backward(rows, dout, dqkv);
         }
-        let others = KeyExchange::of(ctx, shape);
-        let keys = others.as_ref().map(|others| others.gather(&rows.qkv));
-        let dkeys = others.as_ref().map(|others| others.gradients(dqkv));
-        let (keys, dkeys) = (keys.transpose()?, dkeys.transpose()?);
-        for stretch in ctx.stretches() {
-            ctx.enqueue(AttentionBackward {
-                forward: rows.of(&stretch, shape, keys.as_ref(), dropout),
-                dout: stretch.of(dout.buffer(), shape.channels()),
-                dqkv: stretch.views(stretch.shape(shape), dqkv, dkeys.as_ref()),
-                accumulate: dkeys.is_some(),
-            });
-        }
+        let (keys, dkeys) = (others.gather(&rows.qkv)?, others.gradients(dqkv)?);
+        add(Some(&keys), Some(&dkeys));
         drop(keys);
-        match (others, dkeys) {
-            (Some(others), Some(dkeys)) => others.scatter(&dkeys, dqkv),
-            _ => Ok(()),
-        }
+        others.scatter(&dkeys, dqkv)
     }
 
     /// Rotates queries and keys by their positions, or their gradients back, if the model does that.
@@ -516,7 +474,7 @@ impl Attention {
         saved: &mut Saved,
         stream: &Activation,
         grads: &mut dyn GradSink,
-    ) -> Result<Activation, DeviceError> {
+    ) -> Result<Activation> {
         let inp = saved.take("attention input")?;
         let rows = AttentionRows {
             qkv: saved.take("qkv")?,
@@ -560,12 +518,7 @@ impl FeedForward {
     }
 
     /// What forward keeps, without its output.
-    pub(super) fn recompute(
-        &self,
-        ctx: &Context<'_>,
-        inp: &Activation,
-        saved: &mut Saved,
-    ) -> Result<(), DeviceError> {
+    pub(super) fn recompute(&self, ctx: &Context<'_>, inp: &Activation, saved: &mut Saved) -> Result<()> {
         let wide = self.widen.forward(ctx, inp, saved, "projected")?;
         Self::keep(ctx, saved, inp, &wide);
         Ok(())
@@ -577,19 +530,17 @@ impl FeedForward {
         ctx: &Context<'_>,
         inp: &Activation,
         saved: &mut Saved,
-    ) -> Result<Activation, DeviceError> {
+    ) -> Result<Activation> {
         let normalised = self.widen.norm.forward(ctx, inp)?;
         let dense = &self.widen.dense;
         let wide = dense.forward(ctx, &normalised, None, "projected")?;
         let active = ctx.lease("activated", &with_channels(&wide, self.projection.inputs))?;
-        let (wide_rows, out) = (wide.buffer().clone(), active.buffer().clone());
         match self.activation {
-            ActivationKind::Gelu => ctx.enqueue(GeluForward { inp: wide_rows, out }),
-            ActivationKind::SwiGlu => ctx.enqueue(SwigluForward {
-                inp: wide_rows,
-                out,
-                channels: self.projection.inputs,
+            ActivationKind::Gelu => ctx.enqueue(GeluForward {
+                inp: wide.buffer().clone(),
+                out: active.buffer().clone(),
             }),
+            ActivationKind::SwiGlu => swiglu(ctx, [&wide, &active]),
         }
         self.widen.keep(ctx, saved, &normalised);
         drop(normalised);
@@ -609,7 +560,7 @@ impl FeedForward {
         saved: &mut Saved,
         stream: &Activation,
         grads: &mut dyn GradSink,
-    ) -> Result<Activation, DeviceError> {
+    ) -> Result<Activation> {
         let inp = saved.take("feed-forward input")?;
         let (wide, kept) = (saved.find("wide"), saved.find("activated"));
         let widen = || (self.widen).forward(ctx, &inp, &mut Saved::default(), "projected");
@@ -628,11 +579,7 @@ impl FeedForward {
                 (kept.unwrap_or(wide), dactive)
             }
             ActivationKind::SwiGlu => {
-                ctx.enqueue(SwigluBackward {
-                    inp_dinp: wide.buffer().clone(),
-                    dout_out: dactive.buffer().clone(),
-                    channels: self.projection.inputs,
-                });
+                swiglu_backward(ctx, [&wide, &dactive]);
                 // Both have changed places: the gradient's memory holds the output now.
                 (dactive, wide)
             }

@@ -3,7 +3,7 @@
 //! Each direction is two operations with a sum over the ranks between them: sums of this rank's rows, then what needs
 //! the sums of all. Statistics are f64, so that their variance may be the difference of two sums.
 
-use super::cpu::kernel::by_dtype;
+use super::cpu::kernel::runs_in;
 use super::cpu::stored::Stored;
 use super::{Cpu, Operation, expect_len};
 use crate::memory::{Buffer, DeviceError};
@@ -76,33 +76,25 @@ pub struct BatchNormBackward {
 impl Operation for BatchNormSums {
     const NAME: &'static str = "batch_norm_sums";
 
-    fn run(&self, _cpu: &Cpu) -> Result<(), DeviceError> {
-        by_dtype!(Self::NAME, self.inp.dtype(), S => self.compute::<S>())
-    }
+    runs_in!(inp);
 }
 
 impl Operation for BatchNormForward {
     const NAME: &'static str = "batch_norm_forward";
 
-    fn run(&self, _cpu: &Cpu) -> Result<(), DeviceError> {
-        by_dtype!(Self::NAME, self.inp.dtype(), S => self.compute::<S>())
-    }
+    runs_in!(inp);
 }
 
 impl Operation for BatchNormBackwardSums {
     const NAME: &'static str = "batch_norm_backward_sums";
 
-    fn run(&self, _cpu: &Cpu) -> Result<(), DeviceError> {
-        by_dtype!(Self::NAME, self.inp.dtype(), S => self.compute::<S>())
-    }
+    runs_in!(inp);
 }
 
 impl Operation for BatchNormBackward {
     const NAME: &'static str = "batch_norm_backward";
 
-    fn run(&self, _cpu: &Cpu) -> Result<(), DeviceError> {
-        by_dtype!(Self::NAME, self.inp.dtype(), S => self.compute::<S>())
-    }
+    runs_in!(inp);
 }
 
 /// Mean and 1/√(variance + ε) of each column.
@@ -148,7 +140,7 @@ fn channels(
 }
 
 impl BatchNormSums {
-    fn compute<S: Stored>(&self) -> Result<(), DeviceError> {
+    fn compute<S: Stored>(&self, _: &Cpu) -> Result<(), DeviceError> {
         let channels = channels(Self::NAME, &self.sums, &[("inp", &self.inp)], &[])?;
         let (inp, mut sums) = (self.inp.host::<S>()?, self.sums.host_mut::<f64>()?);
         sums.fill(0.0);
@@ -165,7 +157,7 @@ impl BatchNormSums {
 }
 
 impl BatchNormForward {
-    fn compute<S: Stored>(&self) -> Result<(), DeviceError> {
+    fn compute<S: Stored>(&self, _: &Cpu) -> Result<(), DeviceError> {
         let rows = [("inp", &self.inp), ("out", &self.out)];
         let columns = [("weight", &self.weight), ("bias", &self.bias)];
         let channels = channels(Self::NAME, &self.sums, &rows, &columns)?;
@@ -183,7 +175,7 @@ impl BatchNormForward {
 }
 
 impl BatchNormBackwardSums {
-    fn compute<S: Stored>(&self) -> Result<(), DeviceError> {
+    fn compute<S: Stored>(&self, _: &Cpu) -> Result<(), DeviceError> {
         let rows = [("inp", &self.inp), ("dout", &self.dout)];
         let columns = [("dweight", &self.dweight), ("dbias", &self.dbias)];
         let channels = channels(Self::NAME, &self.sums, &rows, &columns)?;
@@ -213,7 +205,7 @@ fn add_to<S: Stored>(target: &Buffer, sums: &[f64], accumulate: bool) -> Result<
 }
 
 impl BatchNormBackward {
-    fn compute<S: Stored>(&self) -> Result<(), DeviceError> {
+    fn compute<S: Stored>(&self, _: &Cpu) -> Result<(), DeviceError> {
         let rows = [("inp", &self.inp), ("dout", &self.dout), ("dinp", &self.dinp)];
         let channels = channels(Self::NAME, &self.sums, &rows, &[("weight", &self.weight)])?;
         expect_len(Self::NAME, "dsums", self.dsums.len(), 2 * channels)?;

@@ -2,7 +2,7 @@
 //! kernels of the sum are also the second stage of `LayerNorm`'s backward, and they add gradients
 //! to other gradients.
 
-use super::cpu::kernel::{Real, add_into, by_dtype, by_dtypes, kernel, update};
+use super::cpu::kernel::{Real, add_into, kernel, runs_in, update};
 use super::cpu::matrix::Matrix;
 use super::cpu::stored::Stored;
 use super::cuda::plan::{
@@ -38,9 +38,7 @@ pub struct AddBiasResidual {
 impl Operation for AddBiasResidual {
     const NAME: &'static str = "add_bias_residual";
 
-    fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        by_dtype!(Self::NAME, self.out.dtype(), S => self.compute::<S>(cpu))
-    }
+    runs_in!(out);
 
     fn plan(&self) -> Result<Plan, DeviceError> {
         let (op, n) = (Self::NAME, self.out.len());
@@ -133,9 +131,7 @@ pub struct ColumnSum {
 impl Operation for ColumnSum {
     const NAME: &'static str = "column_sum";
 
-    fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        by_dtypes!(Self::NAME, self.x.dtype(), self.out.dtype(), (S, G) => self.compute::<S, G>(cpu))
-    }
+    runs_in!(x, out);
 
     fn plan(&self) -> Result<Plan, DeviceError> {
         let (rows, columns) = self.sizes()?;
@@ -159,10 +155,7 @@ impl Operation for ColumnSum {
         let slabs = count(Self::NAME, "rows", slabs)?;
         let rows = count(Self::NAME, "rows", rows)?;
         let columns = count(Self::NAME, "columns", columns)?;
-        let grid = Grid {
-            blocks: [tiles, slabs, 1],
-            ..Grid::linear(1, THREADS)
-        };
+        let grid = Grid::of([tiles, slabs, 1], THREADS);
         let sums = Call::new(&SOURCE, "column_partials", grad_defines(act, grad, width), grid)
             .read([&self.x])
             .scratch([partials.offset])

@@ -8,7 +8,7 @@
 //! section 3), it is two operations, with one gather of three numbers a row between them: [`CrossEntropyPartial`] and
 //! [`CrossEntropyCombine`]. Logits are never gathered.
 
-use super::cpu::kernel::{Real, by_dtype, kernel, ln, max_of, sum_map};
+use super::cpu::kernel::{Real, kernel, ln, max_of, runs_in, sum_map};
 use super::cpu::stored::Stored;
 use super::cuda::plan::{Call, Plan, count, element, expect_dtype, kernels};
 use super::{Cpu, Isa, Operation, VocabularyPart, expect_indices, expect_len};
@@ -36,9 +36,7 @@ pub struct CrossEntropy {
 impl Operation for CrossEntropy {
     const NAME: &'static str = "cross_entropy";
 
-    fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        by_dtype!(Self::NAME, self.logits.dtype(), S => self.compute::<S>(cpu))
-    }
+    runs_in!(logits);
 
     fn plan(&self) -> Result<Plan, DeviceError> {
         let rows = self.targets.len();
@@ -179,9 +177,7 @@ pub struct CrossEntropyPartial {
 impl Operation for CrossEntropyPartial {
     const NAME: &'static str = "cross_entropy_partial";
 
-    fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        by_dtype!(Self::NAME, self.logits.dtype(), S => self.compute::<S>(cpu))
-    }
+    runs_in!(logits);
 
     fn plan(&self) -> Result<Plan, DeviceError> {
         let rows = self.rows()?;
@@ -256,9 +252,7 @@ pub struct CrossEntropyCombine {
 impl Operation for CrossEntropyCombine {
     const NAME: &'static str = "cross_entropy_combine";
 
-    fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        by_dtype!(Self::NAME, self.logits.dtype(), S => self.compute::<S>(cpu))
-    }
+    runs_in!(logits);
 
     fn plan(&self) -> Result<Plan, DeviceError> {
         let [rows, parts] = self.sizes()?;
@@ -408,9 +402,7 @@ pub struct LossSum {
 impl Operation for LossSum {
     const NAME: &'static str = "loss_sum";
 
-    fn run(&self, _cpu: &Cpu) -> Result<(), DeviceError> {
-        by_dtype!(Self::NAME, self.losses.dtype(), S => self.compute::<S>())
-    }
+    runs_in!(losses);
 
     fn plan(&self) -> Result<Plan, DeviceError> {
         expect_len(Self::NAME, "total", self.total.len(), 1)?;
@@ -425,7 +417,7 @@ impl Operation for LossSum {
 }
 
 impl LossSum {
-    fn compute<S: Stored>(&self) -> Result<(), DeviceError> {
+    fn compute<S: Stored>(&self, _: &Cpu) -> Result<(), DeviceError> {
         expect_len(Self::NAME, "total", self.total.len(), 1)?;
         let sum: f64 = self.losses.host::<S>()?.iter().map(|loss| loss.to_f64()).sum();
         let mut total = self.total.host_mut::<f64>()?;

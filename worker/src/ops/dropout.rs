@@ -3,7 +3,7 @@
 //! the column, computed by the counter-based generator Philox. So backward, recomputation and any
 //! layout of ranks compute the same mask, also for a part of the rows or of the heads.
 
-use super::cpu::kernel::{Real, by_dtype};
+use super::cpu::kernel::{Real, runs_in};
 use super::cpu::stored::Stored;
 use super::cuda::plan::{Arg, Plan, count, elementwise, kernels};
 use super::{Cpu, Operation, expect_len};
@@ -132,9 +132,7 @@ pub struct Dropout {
 impl Operation for Dropout {
     const NAME: &'static str = "dropout";
 
-    fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        by_dtype!(Self::NAME, self.out.dtype(), S => self.compute::<S>(cpu))
-    }
+    runs_in!(out);
 
     fn plan(&self) -> Result<Plan, DeviceError> {
         self.check()?;

@@ -10,7 +10,7 @@
 use bytemuck::{cast_slice, cast_slice_mut};
 use half::bf16;
 
-use super::cpu::kernel::{EXPS, Real, by_dtype, kernel, with_scratch};
+use super::cpu::kernel::{EXPS, Real, by_dtype, kernel, runs_in, with_scratch};
 use super::cpu::stored::Stored;
 use super::cuda::plan::{
     Call, Plan, THREADS, act_defines, element, elementwise, elementwise_grid, kernels, vec_define, width,
@@ -97,9 +97,7 @@ pub struct Fill {
 impl Operation for Fill {
     const NAME: &'static str = "fill";
 
-    fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        by_dtype!(Self::NAME, self.out.dtype(), S => self.compute::<S>(cpu))
-    }
+    runs_in!(out);
 
     fn plan(&self) -> Result<Plan, DeviceError> {
         let pattern = by_dtype!(Self::NAME, self.out.dtype(), S => Ok(self.pattern::<S>()))?;
@@ -148,9 +146,7 @@ pub struct GeluForward {
 impl Operation for GeluForward {
     const NAME: &'static str = "gelu_forward";
 
-    fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        by_dtype!(Self::NAME, self.out.dtype(), S => self.compute::<S>(cpu))
-    }
+    runs_in!(out);
 
     fn plan(&self) -> Result<Plan, DeviceError> {
         expect_len(Self::NAME, "out", self.out.len(), self.inp.len())?;
@@ -191,9 +187,7 @@ pub struct GeluBackward {
 impl Operation for GeluBackward {
     const NAME: &'static str = "gelu_backward";
 
-    fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        by_dtype!(Self::NAME, self.inp_out.dtype(), S => self.compute::<S>(cpu))
-    }
+    runs_in!(inp_out);
 
     fn plan(&self) -> Result<Plan, DeviceError> {
         expect_len(Self::NAME, "dout", self.dout_dinp.len(), self.inp_out.len())?;

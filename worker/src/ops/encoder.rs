@@ -6,7 +6,7 @@
 //! The sum over the ranks is bit-identical to the result with the whole table: all summands of an
 //! element but one or two are −0, which changes no number, not even +0.
 
-use super::cpu::kernel::{add_into, by_dtype, by_dtypes};
+use super::cpu::kernel::{add_into, runs_in};
 use super::cpu::matrix::MatrixMut;
 use super::cpu::stored::Stored;
 use super::cuda::plan::{
@@ -92,9 +92,7 @@ pub struct EncoderForward {
 impl Operation for EncoderForward {
     const NAME: &'static str = "encoder_forward";
 
-    fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        by_dtype!(Self::NAME, self.out.dtype(), S => self.compute::<S>(cpu))
-    }
+    runs_in!(out);
 
     fn plan(&self) -> Result<Plan, DeviceError> {
         let (channels, part) = self.sizes()?;
@@ -180,9 +178,7 @@ pub struct TokenBackward {
 impl Operation for TokenBackward {
     const NAME: &'static str = "token_backward";
 
-    fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        by_dtypes!(Self::NAME, self.dout.dtype(), self.dwte.dtype(), (S, G) => self.compute::<S, G>(cpu))
-    }
+    runs_in!(dout, dwte);
 
     fn plan(&self) -> Result<Plan, DeviceError> {
         let op = Self::NAME;
@@ -208,10 +204,7 @@ impl Operation for TokenBackward {
         let packs = channels / width;
         let threads = (packs.next_multiple_of(32) as u32).min(THREADS);
         let tiles = packs.div_ceil(threads as usize) as u32;
-        let grid = Grid {
-            blocks: [numbers[0].div_ceil(PLACES as u32), tiles, 1],
-            ..Grid::linear(1, threads)
-        };
+        let grid = Grid::of([numbers[0].div_ceil(PLACES as u32), tiles, 1], threads);
         let channels = count(op, "channels", channels)?;
         let call = |kernel| {
             let call = Call::new(&SUM, kernel, defines.clone(), grid);
@@ -274,16 +267,20 @@ impl TokenBackward {
     }
 }
 
-/// `dwpe[t] = Σ_b dout[b, t]`, or added to what is there; positions beyond `T` get 0
+/// `dwpe[first_s + t] = Σ_b dout[s, b, t]`, or added to what is there; all other positions get 0
 #[derive(Clone, Debug)]
 pub struct PositionBackward {
-    /// `[B, T, C]`
+    /// `[S, B, T, C]`: by stretches of neighbouring positions
     pub dout: Buffer,
     /// `[T, C]` or longer, of type G
     pub dwpe: Buffer,
     /// Add to `dwpe` instead of overwriting it.
     pub accumulate: bool,
-    /// Positions `T`.
+    /// The first position of a stretch.
+    pub first: usize,
+    /// That of the other one, if there are two.
+    pub second: Option<usize>,
+    /// Positions `T` of a stretch.
     pub positions: usize,
     /// Channels `C`.
     pub channels: usize,
@@ -292,13 +289,11 @@ pub struct PositionBackward {
 impl Operation for PositionBackward {
     const NAME: &'static str = "position_backward";
 
-    fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        by_dtypes!(Self::NAME, self.dout.dtype(), self.dwpe.dtype(), (S, G) => self.compute::<S, G>(cpu))
-    }
+    runs_in!(dout, dwpe);
 
     fn plan(&self) -> Result<Plan, DeviceError> {
         let channels = self.channels.max(1);
-        let (rows, known) = self.sizes()?;
+        let (samples, known) = self.sizes()?;
         let width = width(channels, &[&self.dout, &self.dwpe]);
         let (act, grad) = (element(Self::NAME, &self.dout)?, element(Self::NAME, &self.dwpe)?);
         let grid = Grid::covering(known * (channels / width), THREADS);
@@ -306,29 +301,34 @@ impl Operation for PositionBackward {
             .read([&self.dout])
             .write([&self.dwpe])
             .u32([
-                count(Self::NAME, "samples", rows / self.positions)?,
+                count(Self::NAME, "samples", samples)?,
                 count(Self::NAME, "channels", channels)?,
                 count(Self::NAME, "positions", self.positions)?,
                 count(Self::NAME, "positions", known)?,
             ]);
-        Ok(call.flag(self.accumulate).into())
+        // Without a second one, it begins behind the last position.
+        let firsts = [self.first, self.second.unwrap_or(known)].map(|first| first as u32);
+        Ok(call.u32(firsts).flag(self.accumulate).into())
     }
 }
 
 impl PositionBackward {
-    /// Rows of `dout`, and of `dwpe`.
+    /// Samples of a stretch, and rows of `dwpe`.
     fn sizes(&self) -> Result<(usize, usize), DeviceError> {
         let channels = self.channels.max(1);
         let (rows, known) = (self.dout.len() / channels, self.dwpe.len() / channels);
         expect_len(Self::NAME, "dout", self.dout.len(), rows * channels)?;
         expect_len(Self::NAME, "dwpe", self.dwpe.len(), known * channels)?;
-        expect_positions(Self::NAME, known, self.positions, rows)?;
-        Ok((rows, known))
+        let of_sample = self.positions * (1 + usize::from(self.second.is_some()));
+        expect_positions(Self::NAME, known, of_sample, rows)?;
+        let end = self.second.unwrap_or(0).max(self.first) + self.positions;
+        expect_positions(Self::NAME, known, end, end)?;
+        Ok((rows / of_sample, known))
     }
 
     fn compute<S: Stored, G: Stored<Real = S::Real>>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
         let (positions, channels) = (self.positions, self.channels.max(1));
-        self.sizes()?;
+        let (samples, _) = self.sizes()?;
         let dout = self.dout.host::<S>()?;
         let mut dwpe = self.dwpe.host_mut::<G>()?;
         let isa = cpu.isa();
@@ -340,10 +340,13 @@ impl PositionBackward {
             }
             for (i, dwpe) in dwpe.chunks_exact_mut(channels).enumerate() {
                 let position = part * ROWS + i;
-                if position < positions {
-                    let rows = dout.chunks_exact(channels).skip(position).step_by(positions);
+                let within = |first| position.checked_sub(first).filter(|at| *at < positions);
+                let first = within(self.first);
+                let second = || Some(samples * positions + within(self.second?)?);
+                if let Some(at) = first.or_else(second) {
+                    let rows = dout.chunks_exact(channels).skip(at).step_by(positions);
                     G::write(isa, dwpe, true, |sum| {
-                        for row in rows {
+                        for row in rows.take(samples) {
                             S::read(isa, row, |row| add_into(isa, row, sum));
                         }
                     });

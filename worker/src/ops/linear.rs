@@ -112,9 +112,25 @@ struct LinearProduct<'a> {
     bias: Option<&'a Buffer>,
     /// Has type and shape of `out`.
     residual: Option<&'a Buffer>,
+    exact: bool,
 }
 
-impl LinearProduct<'_> {
+impl<'a> LinearProduct<'a> {
+    /// Of factors of one type, with nothing added.
+    fn new(op: &'static str, lhs: Factor<'a>, rhs: Factor<'a>, out: Factor<'a>) -> Self {
+        Self {
+            op,
+            dtype: lhs.buffer.dtype(),
+            lhs,
+            rhs,
+            out,
+            accumulate: false,
+            bias: None,
+            residual: None,
+            exact: false,
+        }
+    }
+
     /// Refuses buffers whose sizes do not fit.
     fn check(&self) -> Result<(), DeviceError> {
         for Factor {
@@ -183,6 +199,7 @@ impl LinearProduct<'_> {
             out_stride: self.out.stored[1],
             addend: term(self.residual)?.or(self.accumulate.then_some(out)),
             bias: term(self.bias)?,
+            exact: self.exact,
         })
     }
 
@@ -326,35 +343,25 @@ pub struct LinearForward {
     pub bias: Option<Buffer>,
     /// `[R, O]`: the stream that the layer adds to.
     pub residual: Option<Buffer>,
-    /// `[R, O]`
+    /// `[R, O]`, of the type of `inp` or f32
     pub out: Buffer,
     /// Sizes.
     pub shape: LinearShape,
-}
-
-impl Operation for LinearForward {
-    const NAME: &'static str = "linear_forward";
-
-    fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        self.product().run(cpu)
-    }
-
-    fn launch(&self, cx: &mut LaunchContext<'_>) -> Result<(), DeviceError> {
-        self.product().launch(cx)
-    }
+    /// Factors in f32 are never rounded to tf32.
+    pub exact: bool,
 }
 
 impl LinearForward {
     fn product(&self) -> LinearProduct<'_> {
+        let (inp, out) = (
+            self.shape.input("inp", &self.inp),
+            self.shape.output("out", &self.out),
+        );
         LinearProduct {
-            op: Self::NAME,
-            dtype: self.out.dtype(),
-            lhs: self.shape.input("inp", &self.inp),
-            rhs: self.shape.weight("weight", &self.weight),
-            out: self.shape.output("out", &self.out),
-            accumulate: false,
             bias: self.bias.as_ref(),
             residual: self.residual.as_ref(),
+            exact: self.exact,
+            ..LinearProduct::new(Self::NAME, inp, self.shape.weight("weight", &self.weight), out)
         }
     }
 }
@@ -372,30 +379,14 @@ pub struct LinearDinp {
     pub shape: LinearShape,
 }
 
-impl Operation for LinearDinp {
-    const NAME: &'static str = "linear_dinp";
-
-    fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        self.product().run(cpu)
-    }
-
-    fn launch(&self, cx: &mut LaunchContext<'_>) -> Result<(), DeviceError> {
-        self.product().launch(cx)
-    }
-}
-
 impl LinearDinp {
     fn product(&self) -> LinearProduct<'_> {
-        LinearProduct {
-            op: Self::NAME,
-            dtype: self.dinp.dtype(),
-            lhs: self.shape.output("dout", &self.dout),
-            rhs: self.shape.weight("weight", &self.weight).transposed(),
-            out: self.shape.input("dinp", &self.dinp),
-            accumulate: false,
-            bias: None,
-            residual: None,
-        }
+        let weight = self.shape.weight("weight", &self.weight).transposed();
+        let (dout, dinp) = (
+            self.shape.output("dout", &self.dout),
+            self.shape.input("dinp", &self.dinp),
+        );
+        LinearProduct::new(Self::NAME, dout, weight, dinp)
     }
 }
 
@@ -414,18 +405,6 @@ pub struct LinearDweight {
     pub shape: LinearShape,
 }
 
-impl Operation for LinearDweight {
-    const NAME: &'static str = "linear_dweight";
-
-    fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        self.product().run(cpu)
-    }
-
-    fn launch(&self, cx: &mut LaunchContext<'_>) -> Result<(), DeviceError> {
-        self.product().launch(cx)
-    }
-}
-
 impl LinearDweight {
     fn product(&self) -> LinearProduct<'_> {
         let (inp, dout) = (
@@ -439,14 +418,26 @@ impl LinearDweight {
             (inp.transposed(), dout, dweight)
         };
         LinearProduct {
-            op: Self::NAME,
-            dtype: self.inp.dtype(),
-            lhs,
-            rhs,
-            out,
             accumulate: self.accumulate,
-            bias: None,
-            residual: None,
+            ..LinearProduct::new(Self::NAME, lhs, rhs, out)
         }
     }
 }
+
+macro_rules! are_products {
+    ($($op:ident is $name:literal),*) => {$(
+        impl Operation for $op {
+            const NAME: &'static str = $name;
+
+            fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
+                self.product().run(cpu)
+            }
+
+            fn launch(&self, cx: &mut LaunchContext<'_>) -> Result<(), DeviceError> {
+                self.product().launch(cx)
+            }
+        }
+    )*};
+}
+
+are_products!(LinearForward is "linear_forward", LinearDinp is "linear_dinp", LinearDweight is "linear_dweight");

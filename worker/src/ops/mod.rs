@@ -14,7 +14,7 @@
 //! | `row_norm` | [`NormForward`], [`NormBackward`]: layer and root mean square normalisation |
 //! | `attention` | forward and backward, over stretches of keys with [`AttentionMerge`]; [`AttentionDecode`] in generation; [`Rotary`] |
 //! | `batch_norm` | batch normalisation over the rows of several ranks: [`crate::parallel::SyncBatchNorm`] |
-//! | `experts` | [`RouteForward`], [`RouteBackward`]; [`SortByExpert`]; [`GatherRows`], [`CombineBackward`]; [`GroupedLinear`], [`GroupedDweight`] |
+//! | `experts` | [`RouteForward`], [`RouteBackward`]; [`SortByExpert`]; [`IndexRows`], [`CombineBackward`]; [`GroupedLinear`], [`GroupedDweight`] |
 //! | `swiglu` | [`SwigluForward`], [`SwigluBackward`] |
 //! | `cross_entropy` | [`CrossEntropy`]: losses, and in training the gradient too; [`CrossEntropyPartial`] and [`CrossEntropyCombine`], where ranks have a part of the logits each; [`LossSum`] |
 //! | `dropout` | [`Dropout`], and [`DropoutMask`] for it and attention; [`philox()`], random numbers without a state |
@@ -49,8 +49,8 @@ mod update;
 
 pub(crate) use attention::has_tensor_kernels;
 pub use attention::{
-    AttentionBackward, AttentionDecode, AttentionForward, AttentionMerge, AttentionShape, CopyRows,
-    HeadsView, Rotary, RotaryEmbedding, RowBlocks,
+    AttentionBackward, AttentionDecode, AttentionForward, AttentionMerge, AttentionShape, HeadsView, Rotary,
+    RotaryEmbedding,
 };
 pub use batch_norm::{BatchNormBackward, BatchNormBackwardSums, BatchNormForward, BatchNormSums};
 pub use column_sum::{AddBiasResidual, ColumnSum};
@@ -61,8 +61,8 @@ pub use dropout::{Dropout, DropoutMask, philox};
 pub use elementwise::{Cast, Fill, GeluBackward, GeluForward};
 pub use encoder::{EncoderForward, PositionBackward, TokenBackward, VocabularyPart};
 pub use experts::{
-    CombineBackward, GatherRows, GroupedDweight, GroupedLinear, MergedOrder, RouteBackward, RouteForward,
-    Router, RouterScore, SortByExpert,
+    CombineBackward, GroupedDweight, GroupedLinear, IndexRows, MergedOrder, RouteBackward, RouteForward,
+    Router, RouterScore, SortByExpert, inverse,
 };
 pub use linear::{LinearDinp, LinearDweight, LinearForward, LinearShape, WeightLayout};
 pub use norm::{CHUNK, ClipScale, SquaredNorm, Updates};
@@ -153,18 +153,17 @@ operations!(
     ClipScale,
     ColumnSum,
     CombineBackward,
-    CopyRows,
     CrossEntropy,
     CrossEntropyCombine,
     CrossEntropyPartial,
     Dropout,
     EncoderForward,
     Fill,
-    GatherRows,
     GeluBackward,
     GeluForward,
     GroupedDweight,
     GroupedLinear,
+    IndexRows,
     LinearDinp,
     LinearDweight,
     LinearForward,

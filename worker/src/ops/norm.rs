@@ -1,6 +1,6 @@
 //! The global norm of the gradients, and the factor that clips it. Both stay on the device.
 
-use super::cpu::kernel::{by_dtype, kernel, sum_lanes, update};
+use super::cpu::kernel::{kernel, runs_in, sum_lanes, update};
 use super::cpu::stored::Stored;
 use super::cuda::plan::{Call, Plan, THREADS, count, element, expect_dtype, kernels, vec_define, width};
 use super::update::{UPDATE_NUMBERS, bias_correction};
@@ -24,9 +24,7 @@ pub struct SquaredNorm {
 impl Operation for SquaredNorm {
     const NAME: &'static str = "squared_norm";
 
-    fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        by_dtype!(Self::NAME, self.x.dtype(), S => self.compute::<S>(cpu))
-    }
+    runs_in!(x);
 
     fn plan(&self) -> Result<Plan, DeviceError> {
         let chunks = self.chunks()?;

@@ -10,8 +10,7 @@
 
 use super::column_sum::Partials;
 use super::cpu::kernel::{
-    Real, add_into, by_dtype, by_dtypes, kernel, sum_map, sum_map2, sum_map3, update, update2, update3,
-    with_scratch,
+    Real, add_into, kernel, runs_in, sum_map, sum_map2, sum_map3, update, update2, update3, with_scratch,
 };
 use super::cpu::stored::Stored;
 use super::cuda::plan::{Call, Plan, Scratch, count, element, expect_dtype, kernels, vec_define, width};
@@ -43,9 +42,7 @@ pub struct NormForward {
 impl Operation for NormForward {
     const NAME: &'static str = "norm_forward";
 
-    fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        by_dtype!(Self::NAME, self.out.dtype(), S => self.compute::<S>(cpu))
-    }
+    runs_in!(out);
 
     fn plan(&self) -> Result<Plan, DeviceError> {
         let rows = self.rows()?;
@@ -126,9 +123,7 @@ pub struct NormBackward {
 impl Operation for NormBackward {
     const NAME: &'static str = "norm_backward";
 
-    fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        by_dtypes!(Self::NAME, self.dinp.dtype(), self.dweight.dtype(), (S, G) => self.compute::<S, G>(cpu))
-    }
+    runs_in!(dinp, dweight);
 
     fn plan(&self) -> Result<Plan, DeviceError> {
         let rows = self.rows()?;

@@ -3,7 +3,7 @@
 //!
 //! Gate and up projection are one product. Its rows are `[gate, up]`, each of F channels.
 
-use super::cpu::kernel::{Real, by_dtype, kernel, update2};
+use super::cpu::kernel::{Real, kernel, runs_in, update2};
 use super::cpu::stored::Stored;
 use super::cuda::plan::{
     Call, Plan, act_defines, count, element, elementwise_grid, expect_dtype, kernels, width,
@@ -29,9 +29,7 @@ pub struct SwigluForward {
 impl Operation for SwigluForward {
     const NAME: &'static str = "swiglu_forward";
 
-    fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        by_dtype!(Self::NAME, self.out.dtype(), S => self.compute::<S>(cpu))
-    }
+    runs_in!(out);
 
     fn plan(&self) -> Result<Plan, DeviceError> {
         check(Self::NAME, [&self.inp, &self.out], self.channels)?;
@@ -74,9 +72,7 @@ pub struct SwigluBackward {
 impl Operation for SwigluBackward {
     const NAME: &'static str = "swiglu_backward";
 
-    fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        by_dtype!(Self::NAME, self.inp_dinp.dtype(), S => self.compute::<S>(cpu))
-    }
+    runs_in!(inp_dinp);
 
     fn plan(&self) -> Result<Plan, DeviceError> {
         let buffers = [&self.inp_dinp, &self.dout_out];

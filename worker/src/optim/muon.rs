@@ -316,6 +316,7 @@ impl Orthogonal {
             residual: None,
             out: out.clone(),
             shape,
+            exact: false,
         };
         let shape = |rows, inputs, outputs, layout| LinearShape {
             rows,

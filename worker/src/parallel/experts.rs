@@ -4,12 +4,12 @@
 //! forward, and again in backward, as [`Traffic::Activations`]. How many go to whom depends on the router. The ranks exchange
 //! these numbers first, and the host waits for them: it is the only wait of the host within a step.
 
-use super::tensor::TensorGroup;
+use super::tensor::RankGroup;
 use crate::collective::{AllToAll, Launch, Traffic};
 use crate::device::DeviceError;
-use crate::model::{Activation, ExpertOps, RowCounts};
+use crate::model::{Activation, Exchange, ExpertOps, GroupOps};
 
-impl TensorGroup {
+impl RankGroup {
     pub(super) fn all_to_all(
         &self,
         [sent, received]: [&Activation; 2],
@@ -19,19 +19,16 @@ impl TensorGroup {
         self.tracker.check_input()?;
         let [sent_counts, received_counts] = counts;
         let filled = |x: &Activation, counts: &[usize]| x.buffer().slice(0..counts.iter().sum());
-        let received = filled(received, &received_counts);
+        let into = filled(received, &received_counts);
         let parts = AllToAll {
             sent: filled(sent, &sent_counts),
             sent_counts,
             received_counts,
         };
         let launch = Launch::after(self.compute.record(), Traffic::Activations, name);
-        let work = self
-            .tracker
-            .launch(|| self.comm.all_to_all(&received, parts, launch));
-        let deadline = self.comm.deadline();
-        (self.tracker).wait_in_stream(self.compute.stream, work.event(), deadline);
-        self.tracker.check_input()
+        let work = (self.tracker).launch(|| self.comm.all_to_all(&into, parts, launch));
+        self.finish(Exchange::new(work.event().clone(), received))
+            .map(drop)
     }
 
     /// The numbers, or `mean` for each where the device has no memory.
@@ -44,32 +41,19 @@ impl TensorGroup {
                 .collect()),
         }
     }
-
-    /// Sums by rank of numbers by rank and expert.
-    fn by_rank(&self, numbers: &[i32]) -> Vec<usize> {
-        let ranks = numbers.chunks(numbers.len() / self.comm.size());
-        ranks
-            .map(|of_rank| of_rank.iter().map(|rows| *rows as usize).sum())
-            .collect()
-    }
 }
 
-impl ExpertOps for TensorGroup {
+impl ExpertOps for RankGroup {
     fn count(
         &self,
-        counts: &Activation,
-        received: &Activation,
+        numbers: [&Activation; 2],
         [all, most]: [usize; 2],
-    ) -> Result<RowCounts, DeviceError> {
-        let ranks = self.comm.size();
-        let each = vec![counts.buffer().len() / ranks; ranks];
-        self.all_to_all(
-            [counts, received],
-            [each.clone(), each],
-            "numbers of rows of experts",
-        )?;
-        let mean = all / counts.buffer().len();
-        let (sent, received) = (self.numbers(counts, mean)?, self.numbers(received, mean)?);
+    ) -> Result<[Vec<i32>; 2], DeviceError> {
+        let (ranks, experts) = (self.comm.size(), numbers[0].buffer().len());
+        let each = vec![experts / ranks; ranks];
+        self.all_to_all(numbers, [each.clone(), each], "numbers of rows of experts")?;
+        let [sent, received] = numbers.map(|numbers| self.numbers(numbers, all / experts));
+        let (sent, received) = (sent?, received?);
         // What a failed exchange left there are no numbers.
         self.tracker.check_input()?;
         for (rows, rank) in received.chunks(received.len() / ranks).zip(self.comm.members()) {
@@ -80,17 +64,12 @@ impl ExpertOps for TensorGroup {
                 return Err(DeviceError::Upstream(what));
             }
         }
-        Ok(RowCounts {
-            sent: self.by_rank(&sent),
-            received,
-        })
+        Ok([sent, received])
     }
 
-    fn exchange(&self, rows: [&Activation; 2], counts: &RowCounts, forth: bool) -> Result<(), DeviceError> {
+    fn exchange(&self, rows: [&Activation; 2], counts: [&[usize]; 2]) -> Result<(), DeviceError> {
         let channels = rows[0].shape()[1];
-        let elements = |rows: Vec<usize>| rows.into_iter().map(|rows| rows * channels).collect();
-        let [sent, received] = [counts.sent.clone(), self.by_rank(&counts.received)].map(elements);
-        let counts = if forth { [sent, received] } else { [received, sent] };
-        self.all_to_all(rows, counts, "rows of experts")
+        let elements = |rows: &[usize]| rows.iter().map(|rows| rows * channels).collect();
+        self.all_to_all(rows, counts.map(elements), "rows of experts")
     }
 }

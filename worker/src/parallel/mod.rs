@@ -16,7 +16,7 @@
 //! | [`SyncBatchNorm`] | batch normalisation over the rows of all ranks |
 //! | [`join_world`], [`join_world_on`] | from a session to the communicator of all ranks, over host memory or a GPU's |
 //! | [`Signature`], [`check_agreement`] | what all ranks must agree on before the first step |
-//! | [`BlockGroups`], [`TensorGroup`] | the ranks that hold a model together: sums and gathers activations for its blocks |
+//! | [`BlockGroups`], [`RankGroup`] | the ranks that hold a model together: sums and gathers activations for its blocks |
 //!
 //! A program of its own needs only [`join_world`], a list of [`GradSpec`]s and a [`Reducer`].
 
@@ -48,4 +48,4 @@ pub use reduction::{ReduceError, Reduced, Reducer, ReducerConfig, Step};
 pub use replica_set::{CopyGroup, MODEL_AXES, ReplicaSet, StateGroup, is_counted, one_copy, summed_over};
 pub use sharding::{ArenaRanges, ArenaShare, OwnPiece, ShardUnit, Sharding};
 pub use stage_messages::{Arrival, MessageShape, StageMessages};
-pub use tensor::{BlockGroups, TensorGroup};
+pub use tensor::{BlockGroups, RankGroup};

@@ -1,18 +1,18 @@
-//! The ranks that compute blocks together, over communicators: what [`TensorOps`] are for blocks.
+//! The ranks that compute blocks together, over communicators: what [`GroupOps`] are for blocks.
 
 use super::comm_times::CommTracker;
 use crate::collective::{CollectiveError, Communicator, Launch, ReduceOp, Traffic, WorkError};
 use crate::config::ContextAlgorithm;
 use crate::device::{ArenaSpec, Compute, DType, DeviceError};
 use crate::mesh::{Axis, Mesh};
-use crate::model::{Activation, Context, Exchange, ExchangeKind, TensorOps, own_rows};
+use crate::model::{Activation, Context, Exchange, ExchangeKind, GroupOps, own_rows};
 
 /// A tensor group, a context group, or the ranks that hold experts together. Sums are in rank order, the same bits on every
 /// rank.
 ///
 /// With t ranks and an activation of A bytes, a rank moves 2(t−1)/t·A in an all-reduce, A where it is passed on, and
 /// (t−1)/t·A in each of the others, as [`Traffic::Activations`].
-pub struct TensorGroup {
+pub struct RankGroup {
     pub(super) comm: Communicator,
     /// Makes the activations.
     pub(super) compute: Compute,
@@ -22,7 +22,7 @@ pub struct TensorGroup {
     pub(super) tracker: CommTracker,
 }
 
-impl TensorGroup {
+impl RankGroup {
     /// The ranks of `comm`; `is_sequence`: each holds its own rows of the residual stream. Operations of `comm` best run on
     /// the calling thread, since blocks wait for each.
     pub fn new(comm: Communicator, compute: &Compute, is_sequence: bool) -> Self {
@@ -35,10 +35,10 @@ impl TensorGroup {
         }
     }
 
-    /// The same ranks as a ring, over two more communicators of them. Operations of these best have a thread of their own.
+    /// The same ranks, as a ring where there are two more communicators of them. Operations of these best have a thread of
+    /// their own.
     #[must_use]
-    pub fn with_ring(self, links: [Communicator; 2]) -> Self {
-        let links = Some(links);
+    pub fn with_ring(self, links: Option<[Communicator; 2]>) -> Self {
         Self { links, ..self }
     }
 
@@ -73,15 +73,15 @@ impl TensorGroup {
 
 /// All groups of ranks that compute blocks together with this one; none where this rank does it alone.
 pub struct BlockGroups {
-    tensor: Option<TensorGroup>,
-    context: Option<TensorGroup>,
+    tensor: Option<RankGroup>,
+    context: Option<RankGroup>,
     /// The ranks of both.
     all: Option<Communicator>,
-    experts: Option<TensorGroup>,
+    experts: Option<RankGroup>,
 }
 
 impl BlockGroups {
-    /// Every rank must call it. `is_sequence` is as in [`TensorGroup::new`].
+    /// Every rank must call it. `is_sequence` is as in [`RankGroup::new`].
     pub fn connect(
         mesh: &Mesh,
         compute: &Compute,
@@ -89,18 +89,19 @@ impl BlockGroups {
         context_algorithm: ContextAlgorithm,
     ) -> Result<Self, WorkError> {
         let connect = |axes: &[Axis], name| {
-            let has_several = axes.iter().all(|&axis| mesh.size(&[axis]) > 1);
+            let has_several = mesh.size(axes) > 1;
             has_several.then(|| mesh.group_inline(axes, name)).transpose()
         };
         let tensor = connect(&[Axis::Tensor], "activations along tensor")?;
         let context = connect(&[Axis::Context], "activations along context")?;
-        let along = mesh.shape().expert_axes();
-        let experts = (mesh.size(along) > 1).then(|| mesh.group_inline(along, "rows of experts"));
-        let experts = experts.transpose()?;
-        let both = connect(
-            &[Axis::Context, Axis::Tensor],
-            "activations along context × tensor",
-        )?;
+        let experts = connect(mesh.shape().expert_axes(), "rows of experts")?;
+        let all = match (&tensor, &context) {
+            (Some(_), Some(_)) => connect(
+                &[Axis::Context, Axis::Tensor],
+                "activations along context × tensor",
+            )?,
+            (tensor, context) => tensor.clone().or_else(|| context.clone()),
+        };
         let link = |name| mesh.line(Axis::Context, name);
         let is_ring = context.is_some() && context_algorithm == ContextAlgorithm::Ring;
         let links =
@@ -108,18 +109,15 @@ impl BlockGroups {
         let links = is_ring.then(links);
         let links = links.transpose()?;
         let groups = Self {
-            all: both.or_else(|| tensor.clone().or_else(|| context.clone())),
-            tensor: tensor.map(|comm| TensorGroup::new(comm, compute, is_sequence)),
-            context: context.map(|comm| TensorGroup {
-                links,
-                ..TensorGroup::new(comm, compute, false)
-            }),
-            experts: experts.map(|comm| TensorGroup::new(comm, compute, false)),
+            all,
+            tensor: tensor.map(|comm| RankGroup::new(comm, compute, is_sequence)),
+            context: context.map(|comm| RankGroup::new(comm, compute, false).with_ring(links)),
+            experts: experts.map(|comm| RankGroup::new(comm, compute, false)),
         };
         let ring = groups.context.iter().filter(|group| group.is_ring());
         if compute.device.is_asynchronous() {
             ring.chain(&groups.experts)
-                .try_for_each(TensorGroup::connect_links)?;
+                .try_for_each(RankGroup::connect_links)?;
         }
         Ok(groups)
     }
@@ -132,7 +130,7 @@ impl BlockGroups {
     /// Of each group.
     pub fn trackers(&self) -> impl Iterator<Item = &CommTracker> {
         let groups = self.tensor.iter().chain(&self.context).chain(&self.experts);
-        groups.map(TensorGroup::tracker)
+        groups.map(RankGroup::tracker)
     }
 
     /// For blocks that these ranks compute together.
@@ -144,7 +142,7 @@ impl BlockGroups {
     }
 }
 
-impl TensorOps for TensorGroup {
+impl GroupOps for RankGroup {
     fn index(&self) -> usize {
         self.comm.rank()
     }
@@ -192,10 +190,10 @@ impl TensorOps for TensorGroup {
         Ok(Exchange::new(work.event().clone(), x))
     }
 
-    fn finish(&self, exchange: Exchange) -> Result<(), DeviceError> {
+    fn finish(&self, exchange: Exchange) -> Result<Activation, DeviceError> {
         let deadline = self.comm.deadline();
         self.tracker
             .wait_in_stream(self.compute.stream, exchange.done(), deadline);
-        self.tracker.check_input()
+        self.tracker.check_input().map(|()| exchange.into_activation())
     }
 }

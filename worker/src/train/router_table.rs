@@ -9,7 +9,7 @@ use crate::ops::Fill;
 use crate::train::TrainError;
 use crate::train::world::World;
 
-/// A row for each micro-batch and layer: [`crate::ops::RouteForward::statistics`], and the choices that were kept.
+/// A row for each micro-batch and layer: [`crate::ops::RouteForward::statistics`].
 pub(crate) struct RouterTable {
     world: World,
     rows: Arena,
@@ -24,7 +24,7 @@ impl RouterTable {
             return Ok(None);
         };
         let (layers, experts) = (config.model.n_layer, experts.count);
-        let len = config.train.grad_accumulation * layers * (2 * experts + 2);
+        let len = config.train.grad_accumulation * layers * (3 * experts + 1);
         let spec = ArenaSpec::on_node("what routers count", DType::F32, len);
         Ok(Some(Self {
             rows: world.comm.alloc_shared(&world.compute.device, &spec)?,
@@ -42,7 +42,7 @@ impl RouterTable {
 
     /// The rows of a micro-batch, one for each layer of the whole model.
     pub(crate) fn of_micro_batch(&self, number: usize) -> Buffer {
-        let len = self.layers * (2 * self.experts + 2);
+        let len = self.layers * (3 * self.experts + 1);
         self.rows.slice(number * len..(number + 1) * len)
     }
 
@@ -60,7 +60,7 @@ impl RouterTable {
 
     /// From the bytes of [`RouterTable::fetch`].
     pub(crate) fn read(&self, bytes: &[u8]) -> ExpertMetrics {
-        let width = 2 * self.experts + 2;
+        let width = 3 * self.experts + 1;
         let mut layers = vec![vec![0.0_f64; width]; self.layers];
         for (i, bytes) in bytes.chunks_exact(size_of::<f32>()).enumerate() {
             let number: f32 = bytemuck::pod_read_unaligned(bytes);
@@ -71,14 +71,16 @@ impl RouterTable {
         for sums in &layers {
             let (loads, rest) = sums.split_at(self.experts);
             let (probabilities, rest) = rest.split_at(self.experts);
-            let [choices, tokens] = [loads, probabilities].map(|numbers| numbers.iter().sum::<f64>());
+            let (squares, kept) = rest.split_at(1);
+            let [choices, tokens, kept] =
+                [loads, probabilities, kept].map(|numbers| numbers.iter().sum::<f64>());
             let most = loads.iter().copied().fold(0.0, f64::max);
             let pairs = loads.iter().zip(probabilities);
             let balance = pairs.map(|(load, probability)| load * probability).sum::<f64>();
             all.expert_load = all.expert_load.max(most * experts / choices);
-            all.expert_dropped += (1.0 - rest[1] / choices) / layers.len() as f64;
+            all.expert_dropped += (1.0 - kept / choices) / layers.len() as f64;
             all.balance_loss += experts * balance / tokens.powi(2) / layers.len() as f64;
-            all.router_z_loss += rest[0] / tokens / layers.len() as f64;
+            all.router_z_loss += squares[0] / tokens / layers.len() as f64;
         }
         all
     }

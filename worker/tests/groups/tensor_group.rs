@@ -6,23 +6,23 @@ use std::time::Duration;
 use crate::collective_world::{Rank, World, numbers};
 use ddp_worker::collective::{Executor, Failure, Subgroup, WireBytes, WorkError};
 use ddp_worker::device::{Buffer, Compute, DeviceError, Element};
-use ddp_worker::model::{Activation, ExchangeKind, ExpertOps, TensorOps};
+use ddp_worker::model::{Activation, ExchangeKind, ExpertOps, GroupOps};
 use ddp_worker::ops::{AddBiasResidual, Fill, Op};
-use ddp_worker::parallel::TensorGroup;
+use ddp_worker::parallel::RankGroup;
 
 const WORLDS: [&[usize]; 6] = [&[1], &[2], &[3], &[4], &[1, 1], &[2, 2]];
 
 /// A rank with its group and its compute stream.
 struct Member {
     rank: Rank,
-    group: TensorGroup,
+    group: RankGroup,
     compute: Compute,
 }
 
 impl Member {
     fn new(rank: Rank) -> Self {
         let compute = Compute::new(rank.device.clone());
-        let group = TensorGroup::new(rank.comm.clone(), &compute, false);
+        let group = RankGroup::new(rank.comm.clone(), &compute, false);
         Self { rank, group, compute }
     }
 
@@ -196,7 +196,7 @@ fn on_ring(rank: Rank, executor: Executor) -> Member {
         member.rank.comm.split(&links, executor).unwrap()
     };
     let links = [link("even"), link("odd")];
-    member.group = TensorGroup::new(member.rank.comm.clone(), &member.compute, false).with_ring(links);
+    member.group = RankGroup::new(member.rank.comm.clone(), &member.compute, false).with_ring(Some(links));
     member
 }
 
@@ -267,7 +267,7 @@ fn a_rank_that_leaves_a_ring_is_named_by_its_neighbours() {
         let exchanges = member.group.pass_on([&x, &y], "keys and values").unwrap();
         let outcome: Result<(), DeviceError> = exchanges
             .into_iter()
-            .try_for_each(|exchange| member.group.finish(exchange));
+            .try_for_each(|exchange| member.group.finish(exchange).map(drop));
         outcome.unwrap_err();
         member.group.tracker().failure()
     });
@@ -308,9 +308,9 @@ fn a_rank_that_wants_to_send_too_many_rows_to_experts_is_named() {
         let counts = if member.index() == 1 { [9, 1] } else { [2, 2] };
         let [counts, received] =
             [counts, [0, 0]].map(|rows: [i32; 2]| Activation::borrowed(member.with(&rows), vec![2, 1]));
-        let counts = member.group.count(&counts, &received, [4, 4]);
+        let counts = member.group.count([&counts, &received], [4, 4]);
         counts
-            .map(|counts| counts.received)
+            .map(|[_, received]| received)
             .map_err(|error| error.to_string())
     });
     assert_eq!(answers[1], Ok(vec![2, 1]));

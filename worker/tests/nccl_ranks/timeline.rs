@@ -118,6 +118,7 @@ fn product(gpu: &dyn Device) -> Op {
         bias: None,
         residual: None,
         out: matrix(),
+        exact: false,
         shape: LinearShape {
             rows: side,
             inputs: side,

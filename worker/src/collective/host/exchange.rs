@@ -31,18 +31,16 @@ pub(super) struct MemoryRange {
 }
 
 impl MemoryRange {
-    const EMPTY: Self = Self {
-        start: std::ptr::NonNull::dangling().as_ptr(),
-        len: 0,
-    };
+    const EMPTY: Self = Self::new(std::ptr::NonNull::dangling().as_ptr(), 0);
+
+    pub(super) const fn new(start: *mut u8, len: usize) -> Self {
+        Self { start, len }
+    }
 
     /// The rest after the first `at` bytes.
     fn from(self, at: usize) -> Self {
         let at = at.min(self.len);
-        Self {
-            start: self.start.wrapping_add(at),
-            len: self.len - at,
-        }
+        Self::new(self.start.wrapping_add(at), self.len - at)
     }
 }
 
@@ -146,15 +144,9 @@ impl NodeSum {
             // SAFETY: the caller's promise; `out` has room for so many elements.
             unsafe { self.reduction.partial(&ranks, out, elements) };
             self.piece = (end, next);
-            return MemoryRange {
-                start: out,
-                len: next - end,
-            };
+            return MemoryRange::new(out, next - end);
         }
-        MemoryRange {
-            start: out.wrapping_add(at - start),
-            len: end - at,
-        }
+        MemoryRange::new(out.wrapping_add(at - start), end - at)
     }
 }
 
@@ -280,11 +272,8 @@ impl<'a> PeerExchange<'a> {
             Contribution::Summed(part) => unsafe { part.piece_at(behind_header.min(given), self.out) },
         };
         let result = if behind_header.min(given) + contribution.len == given {
-            let ready = MemoryRange {
-                len: self.transfer.result_out.len.min(ready),
-                ..self.transfer.result_out
-            };
-            ready.from(behind_header.saturating_sub(given))
+            let MemoryRange { start, len } = self.transfer.result_out;
+            MemoryRange::new(start, len.min(ready)).from(behind_header.saturating_sub(given))
         } else {
             MemoryRange::EMPTY
         };

@@ -272,10 +272,8 @@ impl RoundPlan<'_> {
     }
 
     fn range(&self, view: *mut u8, range: &Range<usize>) -> MemoryRange {
-        MemoryRange {
-            start: view.wrapping_add(range.start * self.element_bytes()),
-            len: range.len() * self.element_bytes(),
-        }
+        let width = self.element_bytes();
+        MemoryRange::new(view.wrapping_add(range.start * width), range.len() * width)
     }
 }
 

@@ -231,12 +231,13 @@ impl HostTransport {
         let mut round = Round::new(OperationHeader::of(request, topology.rank(), self.messages[peer]));
         self.messages[peer] += 1;
         let mut transfer = Transfer::header_only(peer);
-        let len = request.buffer.bytes();
-        if matches!(request.operation, Operation::Send { .. }) {
-            transfer.result_out = MemoryRange { start, len };
-        } else {
-            transfer.result_in = MemoryRange { start, len };
-        }
+        let is_sent = matches!(request.operation, Operation::Send { .. });
+        let Transfer {
+            result_out,
+            result_in,
+            ..
+        } = &mut transfer;
+        *(if is_sent { result_out } else { result_in }) = MemoryRange::new(start, request.buffer.bytes());
         round.transfers.push(transfer);
         // SAFETY: the range is that of a held buffer, which no other rank touches.
         unsafe { round.run(&mut self.peers, false, wait) }
@@ -258,20 +259,14 @@ impl HostTransport {
         let (sent, width) = (parts.sent.host_bytes()?, request.buffer.dtype().bytes());
         for (rank, [out, into]) in parts.parts().enumerate() {
             let out = &sent[out.start * width..out.end * width];
-            let into = MemoryRange {
-                start: start.wrapping_add(into.start * width),
-                len: into.len() * width,
-            };
+            let into = MemoryRange::new(start.wrapping_add(into.start * width), into.len() * width);
             if rank == topology.rank() {
                 // SAFETY: the part has this length in both buffers, of which one is borrowed and the other held.
                 unsafe { std::ptr::copy_nonoverlapping(out.as_ptr(), into.start, into.len) };
                 continue;
             }
             round.transfers.push(Transfer {
-                result_out: MemoryRange {
-                    start: out.as_ptr().cast_mut(),
-                    len: out.len(),
-                },
+                result_out: MemoryRange::new(out.as_ptr().cast_mut(), out.len()),
                 result_in: into,
                 ..Transfer::header_only(rank)
             });
@@ -392,10 +387,7 @@ impl HostTransport {
         unsafe { slot.write(ours) };
         control.barrier(wait)?;
         self.compare(header)?;
-        let range = |bytes: &mut [u8; MESSAGE_BYTES]| MemoryRange {
-            start: bytes.as_mut_ptr(),
-            len: MESSAGE_BYTES,
-        };
+        let range = |bytes: &mut [u8; MESSAGE_BYTES]| MemoryRange::new(bytes.as_mut_ptr(), MESSAGE_BYTES);
         let topology = &self.peers.topology;
         let mut round = Round::new(*header);
         for (index, &rank) in topology.local_ranks().iter().enumerate() {
@@ -549,7 +541,7 @@ impl Transport for HostTransport {
         let base = held.host_ptr()?;
         let outcome = match request.operation {
             Operation::AllToAll => {
-                let parts = request.all_to_all.as_deref();
+                let parts = request.all_to_all.as_ref();
                 self.all_to_all(request, parts.expect("it comes with its parts"), base, wait)
             }
             Operation::Send { to: peer } | Operation::Recv { from: peer } => {

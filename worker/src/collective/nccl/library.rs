@@ -233,7 +233,7 @@ impl Handle {
                     (functions.broadcast)(base, base, len, dtype, root as c_int, comm, stream),
                 ),
                 Operation::AllToAll => {
-                    let parts = request.all_to_all.as_deref().expect("it comes with its parts");
+                    let parts = request.all_to_all.as_ref().expect("it comes with its parts");
                     ("ncclGroupEnd", self.all_to_all(parts, [sent, base], stream)?)
                 }
                 Operation::Send { to } => (

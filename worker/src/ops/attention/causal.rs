@@ -16,7 +16,7 @@ use super::panels::{Keys, scores, weighted, with_copies, with_keys};
 use super::shape::{AttentionShape, HeadsView, buffers, host, scale};
 use crate::memory::{Buffer, DType, DeviceError, HostMut};
 use crate::ops::cpu::kernel::{
-    EXPS, Real, by_dtype, kernel, ln, max_of, sum_map, sum_map2, update, with_scratch,
+    EXPS, Real, by_dtypes, kernel, ln, max_of, sum_map, sum_map2, update, with_scratch,
 };
 use crate::ops::cpu::matrix::{Matrix, MatrixMut, Tile, product};
 use crate::ops::cpu::stored::Stored;
@@ -48,7 +48,7 @@ pub(super) fn read_inputs<S: Stored>(
 pub struct AttentionForward {
     /// Queries, keys, values; the queries may be fewer
     pub qkv: [HeadsView; 3],
-    /// `[B, T, H·D]`
+    /// `[B, T, H·D]`, of their type or f32
     pub out: Buffer,
     /// `[B, H, T]`, f32 (f64 if `out` is): ln Σ e^score, for backward
     pub lse: Buffer,
@@ -62,15 +62,16 @@ impl Operation for AttentionForward {
     const NAME: &'static str = "attention_forward";
 
     fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        by_dtype!(Self::NAME, self.out.dtype(), S => self.compute::<S>(cpu))
+        let [q, ..] = &self.qkv;
+        by_dtypes!(Self::NAME, q.buffer.dtype(), self.out.dtype(), (S, G) => self.compute::<S, G>(cpu))
     }
 
     fn plan(&self) -> Result<Plan, DeviceError> {
         self.check(Self::NAME)?;
         let [q, k, v] = buffers(&self.qkv);
-        expect_dtype(self.out.dtype(), &[q, k, v])?;
+        expect_dtype(q.dtype(), &[k, v])?;
         expect_dtype(DType::F32, &[&self.lse])?;
-        let launches = Launches::new(Self::NAME, &FORWARD, self.shape, &self.qkv, &[&self.out, q, k, v])?;
+        let launches = Launches::new(Self::NAME, &FORWARD, self.shape, &self.qkv, &[q, k, v, &self.out])?;
         let launches = launches.dropping(self.dropout);
         let add = |call: Call| call.read([q, k, v]).write([&self.out, &self.lse]);
         Ok(launches.call(&OUT, add)?.into())
@@ -88,21 +89,21 @@ impl AttentionForward {
         self.shape.check_views(op, &self.qkv)
     }
 
-    fn compute<S: Stored>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
+    fn compute<S: Stored, G: Stored<Real = S::Real>>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
         self.check(Self::NAME)?;
         let shape = self.shape;
         let (positions, heads) = (shape.positions, shape.heads);
         let qkv = host::<S>(&self.qkv)?;
-        let (mut out, mut lse) = (self.out.host_mut::<S>()?, self.lse.host_mut::<S::Real>()?);
+        let (mut out, mut lse) = (self.out.host_mut::<G>()?, self.lse.host_mut::<S::Real>()?);
         let qkv = qkv.each_ref().map(|data| &**data);
         let outs = heads_of(shape, &mut out);
         let parts = outs.zip(lse.chunks_mut(positions)).enumerate().collect();
         let isa = cpu.isa();
-        cpu.for_each_part(parts, |(i, (mut out, lse)): (usize, (Tile<'_, S>, _))| {
+        cpu.for_each_part(parts, |(i, (mut out, lse)): (usize, (Tile<'_, G>, _))| {
             let pair = [i / heads, i % heads];
             let mask = CausalMask::new(&self.qkv, self.dropout.as_ref(), pair);
             read_inputs(isa, shape.inputs(&self.qkv, qkv, pair), |inputs| {
-                S::write_matrix(isa, &mut out.out, false, |out| {
+                G::write_matrix(isa, &mut out.out, false, |out| {
                     head_forward(isa, inputs, out, lse, mask);
                 });
             });
@@ -236,8 +237,8 @@ pub struct AttentionBackward {
     pub forward: AttentionForward,
     /// `[B, T, H·D]`
     pub dout: Buffer,
-    /// Of queries, keys and values: of keys that no query sees, zeros. Views of one buffer, or of buffers without a common
-    /// element.
+    /// Of queries, keys and values, of their type or all f32: of keys that no query sees, zeros. Views of one buffer, or of
+    /// buffers without a common element.
     pub dqkv: [HeadsView; 3],
     /// Add to what is there.
     pub accumulate: bool,
@@ -247,7 +248,8 @@ impl Operation for AttentionBackward {
     const NAME: &'static str = "attention_backward";
 
     fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        by_dtype!(Self::NAME, self.dout.dtype(), S => self.compute::<S>(cpu))
+        let [dq, ..] = &self.dqkv;
+        by_dtypes!(Self::NAME, self.dout.dtype(), dq.buffer.dtype(), (S, G) => self.compute::<S, G>(cpu))
     }
 
     fn plan(&self) -> Result<Plan, DeviceError> {
@@ -256,7 +258,8 @@ impl Operation for AttentionBackward {
         let ([q, k, v], [dq, dk, dv]) = (buffers(qkv), buffers(&self.dqkv));
         let [dq_view, dk_view, dv_view] = self.dqkv.each_ref().map(HeadsView::words);
         let all = [out, &self.dout, q, k, v, dq, dk, dv];
-        expect_dtype(out.dtype(), &all)?;
+        expect_dtype(out.dtype(), &all[..5])?;
+        expect_dtype(dv.dtype(), &[dq, dk])?;
         expect_dtype(DType::F32, &[lse])?;
         let launches = Launches::new(Self::NAME, &BACKWARD, self.forward.shape, qkv, &all)?;
         let launches = launches.dropping(self.forward.dropout);
@@ -286,7 +289,7 @@ impl AttentionBackward {
         self.forward.shape.check_views(Self::NAME, &self.dqkv)
     }
 
-    fn compute<S: Stored>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
+    fn compute<S: Stored, G: Stored<Real = S::Real>>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
         self.check()?;
         let (isa, forward, accumulate) = (cpu.isa(), &self.forward, self.accumulate);
         let shape = forward.shape;
@@ -294,7 +297,7 @@ impl AttentionBackward {
         let (out, dout) = (forward.out.host::<S>()?, self.dout.host::<S>()?);
         let (qkv, outs, lse) = (qkv.each_ref().map(|data| &**data), [&*out, &*dout], &*lse);
         // Of views of one buffer, only the first borrows it.
-        let mut borrowed: Vec<(&HeadsView, HostMut<'_, S>)> = Vec::new();
+        let mut borrowed: Vec<(&HeadsView, HostMut<'_, G>)> = Vec::new();
         for view in &self.dqkv {
             if borrowed.iter().all(|(first, _)| !first.buffer.same(&view.buffer)) {
                 borrowed.push((view, view.buffer.host_mut()?));
@@ -303,11 +306,11 @@ impl AttentionBackward {
         let groups = groups_of(shape, &self.dqkv, &mut borrowed);
         let parts = groups.into_iter().enumerate().collect();
         // The heads of queries that share keys and values, in their order.
-        cpu.for_each_part(parts, |(i, group): (usize, GroupGradients<'_, S>)| {
+        cpu.for_each_part(parts, |(i, group): (usize, GroupGradients<'_, G>)| {
             let GroupGradients { dq, mut dk, mut dv } = group;
             let (sample, first_head) = (i / shape.kv_heads, i % shape.kv_heads * shape.heads_per_kv());
-            S::write_copy(isa, &mut dk, accumulate, |dk| {
-                S::write_copy(isa, &mut dv, accumulate, |dv| {
+            G::write_copy(isa, &mut dk, accumulate, |dk| {
+                G::write_copy(isa, &mut dv, accumulate, |dv| {
                     for (member, mut dq) in dq.into_iter().enumerate() {
                         let pair = [sample, first_head + member];
                         let row = (sample * shape.heads + pair[1]) * shape.positions;
@@ -323,7 +326,7 @@ impl AttentionBackward {
                                     lse: &lse[row..][..shape.positions],
                                     mask: CausalMask::new(&forward.qkv, forward.dropout.as_ref(), pair),
                                 };
-                                S::write_matrix(isa, &mut dq, accumulate, |dq| {
+                                G::write_matrix(isa, &mut dq, accumulate, |dq| {
                                     let gradients = [dq.whole_mut(), dk.whole_mut(), dv.whole_mut()];
                                     head.backward(isa, gradients, [accumulate, accumulate || member > 0]);
                                 });

@@ -10,7 +10,7 @@ use super::launches::{FORWARD, Launches, OUT, check_head};
 use super::shape::{AttentionShape, buffers, scale};
 use crate::cuda::{Define, Grid, KernelSource};
 use crate::memory::{Buffer, DType, DeviceError};
-use crate::ops::cpu::kernel::{by_dtype, with_scratch};
+use crate::ops::cpu::kernel::{runs_in, with_scratch};
 use crate::ops::cpu::matrix::{Matrix, Tile};
 use crate::ops::cpu::stored::Stored;
 use crate::ops::cuda::plan::{
@@ -39,9 +39,7 @@ pub struct AttentionDecode {
 impl Operation for AttentionDecode {
     const NAME: &'static str = "attention_decode";
 
-    fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        by_dtype!(Self::NAME, self.out.dtype(), S => self.compute::<S>(cpu))
-    }
+    runs_in!(out);
 
     fn plan(&self) -> Result<Plan, DeviceError> {
         let capacity = self.capacity()?;

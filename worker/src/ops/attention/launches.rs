@@ -74,15 +74,18 @@ pub(crate) fn has_tensor_kernels(head_size: usize) -> bool {
 struct Variant {
     has_mask: bool,
     heads_per_kv: usize,
+    /// Results are f32, whatever the type of activations.
+    is_wide: bool,
 }
 
 impl Variant {
-    /// Without a mask and sharing nothing, a kernel is compiled as it always was.
+    /// Without a mask, sharing nothing, and with results of one type, a kernel is compiled as it always was.
     fn defines(self) -> impl Iterator<Item = Define> {
         let mask = self.has_mask.then_some(Define::Number("DROPOUT", 1));
         let shares = self.heads_per_kv > 1;
         let shared = shares.then_some(Define::Number("HEADS_PER_KV", self.heads_per_kv as i64));
-        mask.into_iter().chain(shared)
+        let wide = self.is_wide.then_some(Define::Word("OUT", "f32"));
+        mask.into_iter().chain(shared).chain(wide)
     }
 }
 
@@ -176,13 +179,14 @@ pub(super) struct Launches<'a> {
     shape: AttentionShape,
     views: &'a [HeadsView; 3],
     mask: Option<DropoutMask>,
+    is_wide: bool,
     /// None: the plain kernels.
     flash: Option<(&'static KernelSource, TileCut)>,
 }
 
 impl<'a> Launches<'a> {
-    /// Launches on activations of one type, the first's. Tensor cores can have them if they are bf16, their rows start at
-    /// multiples of 16 bytes, and the tiles of queries at tiles of keys, with whole tiles of keys before the end.
+    /// Launches on activations of one type, the first's, whose results have the last's. Tensor cores can have them if they are
+    /// bf16, all rows start at multiples of 16 bytes, and the tiles of queries at tiles of keys, with whole tiles of keys before the end.
     pub(super) fn new(
         op: &'static str,
         pass: &'static Pass,
@@ -190,20 +194,24 @@ impl<'a> Launches<'a> {
         views: &'a [HeadsView; 3],
         buffers: &[&Buffer],
     ) -> Result<Self, DeviceError> {
-        let fits = |buffer: &&Buffer| buffer.dtype() == DType::Bf16 && is_aligned(buffer);
+        let [first, .., last] = buffers else {
+            unreachable!("an attention has several buffers");
+        };
         let (first_key, keys) = (views[1].first_position, views[1].rows(&shape));
         let past = views[0].first_position - first_key;
         let in_tiles = keys.is_multiple_of(STEP) || past + shape.positions <= keys;
         let in_groups = past.is_multiple_of(STEP) && first_key.is_multiple_of(KEY_GROUP);
-        let fit = buffers.iter().all(fits) && in_tiles && in_groups;
+        let fit = first.dtype() == DType::Bf16 && buffers.iter().all(|buffer| is_aligned(buffer));
+        let fit = fit && in_tiles && in_groups;
         let cut = pass.cuts.iter().find(|cut| fit && cut.head == shape.head_size);
         check_head(op, shape.head_size)?;
         Ok(Self {
             op,
-            act: element(op, buffers[0])?,
+            act: element(op, first)?,
             shape,
             views,
             mask: None,
+            is_wide: first.dtype() != last.dtype(),
             flash: cut.map(|cut| (pass.source, *cut)),
         })
     }
@@ -222,6 +230,7 @@ impl<'a> Launches<'a> {
         let variant = Variant {
             has_mask: self.mask.is_some(),
             heads_per_kv: self.shape.heads_per_kv(),
+            is_wide: self.is_wide,
         };
         let ([flash, plain], [own_tiles, operands]) = (kernel.names, kernel.tiles);
         let call = if let Some((source, cut)) = self.flash {

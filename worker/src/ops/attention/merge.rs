@@ -9,7 +9,7 @@ use super::causal::heads_of;
 use super::shape::AttentionShape;
 use crate::cuda::{Define, Grid, KernelSource};
 use crate::memory::{Buffer, DType, DeviceError};
-use crate::ops::cpu::kernel::{by_dtype, kernel, ln, update};
+use crate::ops::cpu::kernel::{kernel, ln, runs_in, update};
 use crate::ops::cpu::matrix::{Matrix, MatrixMut, Tile};
 use crate::ops::cpu::stored::Stored;
 use crate::ops::cuda::plan::{Call, Plan, THREADS, count, element, expect_dtype, kernels};
@@ -33,9 +33,7 @@ pub struct AttentionMerge {
 impl Operation for AttentionMerge {
     const NAME: &'static str = "attention_merge";
 
-    fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        by_dtype!(Self::NAME, self.out.dtype(), S => self.compute::<S>(cpu))
-    }
+    runs_in!(out);
 
     fn plan(&self) -> Result<Plan, DeviceError> {
         let (op, shape, n) = (Self::NAME, self.shape, self.lse.len());
@@ -104,4 +102,4 @@ kernel! {
     }
 }
 
-pub(super) static SOURCE: KernelSource = kernels("context.cu", include_str!("../cuda/context.cu"));
+static SOURCE: KernelSource = kernels("attention_merge.cu", include_str!("../cuda/attention_merge.cu"));

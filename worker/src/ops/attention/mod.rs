@@ -11,13 +11,11 @@
 //! | `causal` | [`AttentionForward`], [`AttentionBackward`]: in training |
 //! | `merge` | [`AttentionMerge`]: of the outputs over several stretches of keys |
 //! | `decode` | [`AttentionDecode`]: in generation, over a key-value cache |
-//! | `copy_rows` | [`CopyRows`]: keys and values into the order of their positions |
 //! | `rotary` | [`Rotary`]: positions as rotations of queries and keys |
 //! | `panels` | products with the keys and values of a head, on the CPU |
 //! | `launches` | the kernels of `causal` on a GPU: on tensor cores, or plain |
 
 mod causal;
-mod copy_rows;
 mod decode;
 mod launches;
 mod merge;
@@ -26,7 +24,6 @@ mod rotary;
 mod shape;
 
 pub use causal::{AttentionBackward, AttentionForward};
-pub use copy_rows::{CopyRows, RowBlocks};
 pub use decode::AttentionDecode;
 pub(crate) use launches::has_tensor_kernels;
 pub use merge::AttentionMerge;

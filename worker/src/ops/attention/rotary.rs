@@ -15,7 +15,7 @@ use super::shape::AttentionShape;
 use crate::config::RopeScaling;
 use crate::cuda::{Define, Grid, KernelSource};
 use crate::memory::{Buffer, DeviceError};
-use crate::ops::cpu::kernel::{Real, by_dtype, kernel, ln, with_scratch};
+use crate::ops::cpu::kernel::{Real, kernel, ln, runs_in, with_scratch};
 use crate::ops::cpu::stored::Stored;
 use crate::ops::cuda::plan::{Call, Plan, THREADS, count, element, kernels, vec_define, width};
 use crate::ops::{Cpu, Operation};
@@ -111,9 +111,7 @@ pub struct Rotary {
 impl Operation for Rotary {
     const NAME: &'static str = "rotary";
 
-    fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        by_dtype!(Self::NAME, self.qkv.dtype(), S => self.compute::<S>(cpu))
-    }
+    runs_in!(qkv);
 
     /// A thread rotates the same pairs of all heads of a row.
     fn plan(&self) -> Result<Plan, DeviceError> {

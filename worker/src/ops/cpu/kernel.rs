@@ -93,6 +93,22 @@ macro_rules! by_dtypes {
 }
 pub(crate) use by_dtypes;
 
+/// [`crate::ops::Operation::run`]: calls `compute` with the type that a buffer holds, and with that of a buffer of gradients.
+macro_rules! runs_in {
+    ($buffer:ident) => {
+        fn run(&self, cpu: &$crate::ops::Cpu) -> Result<(), $crate::memory::DeviceError> {
+            $crate::ops::cpu::kernel::by_dtype!(Self::NAME, self.$buffer.dtype(), S => self.compute::<S>(cpu))
+        }
+    };
+    ($buffer:ident, $grads:ident) => {
+        fn run(&self, cpu: &$crate::ops::Cpu) -> Result<(), $crate::memory::DeviceError> {
+            let dtypes = (self.$buffer.dtype(), self.$grads.dtype());
+            $crate::ops::cpu::kernel::by_dtypes!(Self::NAME, dtypes.0, dtypes.1, (S, G) => self.compute::<S, G>(cpu))
+        }
+    };
+}
+pub(crate) use runs_in;
+
 /// Doubles in a cache line.
 const LINE: usize = 8;
 

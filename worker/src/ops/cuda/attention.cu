@@ -2,11 +2,16 @@
 // kernels do not take, and as their reference.
 //
 // Given by the compiler's command line: `ACT`, `HEAD` channels of a head, `TILE` queries and keys of a tile (32 or 64),
-// `DROPOUT` where probabilities are dropped, and `HEADS_PER_KV` where heads of queries share keys and values: how many.
+// `DROPOUT` where probabilities are dropped, `HEADS_PER_KV` where heads of queries share keys and values: how many, and `OUT`
+// where results have another type.
 // A block is a square of threads; each computes 4 rows of a tile, every `SIDE`th column. Rows of the other operand are
 // walked in order, so every sum has one order.
 //
 // FLOP a (query, key) pair: forward 4·HEAD, backward 14·HEAD.
+
+#ifndef OUT
+#define OUT ACT
+#endif
 
 #include "element.cuh"
 #include "dropout.cuh"
@@ -50,11 +55,11 @@ __device__ __forceinline__ void load_rows(f32 *tile, const ACT *from, u32 stride
 
 // Stored, or added to what is there.
 __device__ __forceinline__ void
-store_rows(ACT *to, const Sums &sums, f32 factor, bool adds, u32 stride, u32 first, u32 end) {
+store_rows(OUT *to, const Sums &sums, f32 factor, bool adds, u32 stride, u32 first, u32 end) {
     for (u32 i = 0; i < 4; i++) {
         for (u32 j = 0; j < PER_THREAD; j++) {
             if (first + row_of(i) < end && column_of(j) < HEAD) {
-                ACT *const at = to + (u64)(first + row_of(i)) * stride + column_of(j);
+                OUT *const at = to + (u64)(first + row_of(i)) * stride + column_of(j);
                 f32 x[1] = {sums[i][j] * factor}, sum[1];
                 if (adds) {
                     load(sum, at);
@@ -173,7 +178,7 @@ __device__ __forceinline__ u32 tiles_of_keys(u32 past, u32 first, u32 queries, u
 
 // out [B, T, H·HEAD], lse [B, H, T]; T rows of queries
 extern "C" __global__ void __launch_bounds__(THREADS)
-attention_forward(const ACT *q, const ACT *k, const ACT *v, ACT *out, f32 *lse, SIZES, f32 scale MASK_PARAMETERS) {
+attention_forward(const ACT *q, const ACT *k, const ACT *v, OUT *out, f32 *lse, SIZES, f32 scale MASK_PARAMETERS) {
     SHARED_WORDS(shared);
     f32 *const own = shared, *const others = own + ROWS_OF_TILE, *const square = others + ROWS_OF_TILE;
     const Place place(queries, queries, heads, false);
@@ -242,7 +247,7 @@ attention_forward(const ACT *q, const ACT *k, const ACT *v, ACT *out, f32 *lse, 
 
 // dout [B, T, H·HEAD]; along [B, H, T]: Σ dout·out of each query and head.
 extern "C" __global__ void __launch_bounds__(THREADS)
-attention_dq(const ACT *q, const ACT *k, const ACT *v, const ACT *out, const f32 *lse, const ACT *dout, ACT *dq_to,
+attention_dq(const ACT *q, const ACT *k, const ACT *v, const ACT *out, const f32 *lse, const ACT *dout, OUT *dq_to,
              f32 *along, View dq_view, u32 adds, SIZES, f32 scale MASK_PARAMETERS) {
     SHARED_WORDS(shared);
     f32 *const own = shared, *const douts = own + ROWS_OF_TILE, *const others = douts + ROWS_OF_TILE;
@@ -304,7 +309,7 @@ attention_dq(const ACT *q, const ACT *k, const ACT *v, const ACT *out, const f32
 // Gradients of keys and values: sums over the heads that share them, in their order; `along` as `attention_dq`
 // left it.
 extern "C" __global__ void __launch_bounds__(THREADS)
-attention_dkv(const ACT *q, const ACT *k, const ACT *v, const f32 *lse, const ACT *dout, ACT *dk_to, ACT *dv_to,
+attention_dkv(const ACT *q, const ACT *k, const ACT *v, const f32 *lse, const ACT *dout, OUT *dk_to, OUT *dv_to,
               const f32 *along, View dk_view, View dv_view, u32 adds, SIZES, f32 scale MASK_PARAMETERS) {
     SHARED_WORDS(shared);
     f32 *const own = shared, *const values = own + ROWS_OF_TILE, *const others = values + ROWS_OF_TILE;

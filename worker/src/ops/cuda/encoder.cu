@@ -41,26 +41,31 @@ encoder_forward(const int *tokens, const ACT *wte, const ACT *wpe, ACT *out, u32
     store(out + row * channels + channel, sum);
 }
 
-// dwpe[t] = Σ_b dout[b, t], samples in order, or added to what is there; positions beyond T get 0. A thread makes
-// VEC channels of one position.
+// dwpe[first + t] = Σ_b dout[b, t], samples in order, or added to what is there; dout [stretches, samples, positions, channels],
+// of stretches that begin at `first` and perhaps at `second`. Other positions get 0. A thread makes VEC channels of one
+// position.
 extern "C" __global__ void __launch_bounds__(THREADS)
-position_backward(const ACT *dout, GRAD *dwpe, u32 samples, u32 channels, u32 positions, u32 known, u32 accumulate) {
+position_backward(const ACT *dout, GRAD *dwpe, u32 samples, u32 channels, u32 positions, u32 known, u32 first, u32 second,
+                  u32 accumulate) {
     const u32 packs = channels / VEC;
     const u64 index = (u64)blockIdx.x * THREADS + threadIdx.x;
     if (index >= (u64)known * packs) {
         return;
     }
-    const u64 position = index / packs;
-    const u64 at = position * channels + (index % packs) * VEC;
+    const u32 position = (u32)(index / packs), channel = (u32)(index % packs) * VEC;
+    const u64 at = (u64)position * channels + channel;
     f32 sum[VEC] = {};
     if (accumulate) {
         load(sum, dwpe + at);
     }
-    if (position < positions) {
+    // Positions before a stretch wrap around.
+    const u32 late = position - first < positions ? 0 : 1, row = position - (late ? second : first);
+    if (row < positions) {
+        const ACT *const rows = dout + ((u64)late * samples * positions + row) * channels + channel;
         #pragma unroll 4
         for (u32 sample = 0; sample < samples; sample++) {
             f32 d[VEC];
-            load(d, dout + (u64)sample * positions * channels + at);
+            load(d, rows + (u64)sample * positions * channels);
             #pragma unroll
             for (int i = 0; i < VEC; i++) {
                 sum[i] += d[i];

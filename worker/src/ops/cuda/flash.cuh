@@ -2,10 +2,14 @@
 //
 // Given by the compiler's command line: `HEAD` channels of a head (32, 64, 128), `WARPS` of a block, `ROW_TILES` of 16
 // rows that a warp owns, `STEP` rows of the other operand that a block loads at once, `DROPOUT` where probabilities are
-// dropped, `HEADS_PER_KV` where heads of queries share keys and values: how many.
+// dropped, `OUT` where results are not bf16 but f32, `HEADS_PER_KV` where heads of queries share keys and values: how many.
 //
 // A tile is `[rows, HEAD]`, in chunks of 16 bytes. Chunks of a row change places by the row's number, so that the eight
 // rows that `ldmatrix` reads together lie in different banks.
+
+#ifndef OUT
+#define OUT bf16
+#endif
 
 #include "tensor_core.cuh"
 #include "dropout.cuh"
@@ -92,6 +96,26 @@ store_rows(f32 (&sums)[ROW_TILES][CHUNKS][4], u32 tile, bf16 *to, bool adds, u32
                 x.set(sum);
             }
             store_chunk(at, x.raw);
+        }
+    }
+}
+
+// The same in f32: two numbers beside each other of each thread. The tile is not used.
+__device__ __forceinline__ void
+store_rows(f32 (&sums)[ROW_TILES][CHUNKS][4], u32, f32 *to, bool adds, u32 stride, u32 first, u32 end) {
+    const u32 lane = threadIdx.x % 32, row = first + threadIdx.x / 32 * WARP_ROWS + lane / 4;
+    #pragma unroll
+    for (int m = 0; m < ROW_TILES; m++) {
+        #pragma unroll
+        for (int n = 0; n < CHUNKS; n++) {
+            #pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const u32 r = row + 16 * m + i / 2 * 8;
+                if (r < end) {
+                    f32 *const at = to + (u64)r * stride + 8 * n + lane % 4 * 2 + i % 2;
+                    *at = adds ? *at + sums[m][n][i] : sums[m][n][i];
+                }
+            }
         }
     }
 }

@@ -177,7 +177,7 @@ of_pairs(f32 (&factors)[4], const M &mask, u32 sample, u32 head, u32 query, u32 
 
 // out, dout [B, T, H·HEAD]; lse [B, H, T]; known [B·H, T], written; T rows of queries. `pairs` = B·H.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-flash_dq(const bf16 *q, const bf16 *k, const bf16 *v, const bf16 *out, const f32 *lse, const bf16 *dout, bf16 *dq_to,
+flash_dq(const bf16 *q, const bf16 *k, const bf16 *v, const bf16 *out, const f32 *lse, const bf16 *dout, OUT *dq_to,
          Known *known, View dq_view, u32 adds, SIZES, u32 pairs, u32 group, f32 scale MASK_PARAMETERS) {
     SHARED_BYTES(shared);
     __shared__ Known own[BLOCK_ROWS];
@@ -268,7 +268,7 @@ flash_dq(const bf16 *q, const bf16 *k, const bf16 *v, const bf16 *out, const f32
 // As above; `known` as `flash_dq` left it. Writes the gradients of keys and values, of which there are `pairs` = B·KV
 // heads: sums over the heads of queries that share them, in their order.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-flash_dkv(const bf16 *q, const bf16 *k, const bf16 *v, const bf16 *dout, bf16 *dk_to, bf16 *dv_to, const Known *known,
+flash_dkv(const bf16 *q, const bf16 *k, const bf16 *v, const bf16 *dout, OUT *dk_to, OUT *dv_to, const Known *known,
           View dk_view, View dv_view, u32 adds, SIZES, u32 pairs, u32 group, f32 scale MASK_PARAMETERS) {
     SHARED_BYTES(shared);
     alignas(16) __shared__ Known of_step[2][STEP];

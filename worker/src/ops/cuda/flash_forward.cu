@@ -126,7 +126,7 @@ __device__ __forceinline__ void mask(f32 (&scores)[ROW_TILES][COLUMNS][4], u32 q
 
 // out [B, T, H·HEAD], lse [B, H, T], T rows of queries; `pairs` = B·H, `group` heads go together, `scale` = 1/√HEAD.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-flash_forward(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, f32 *lse, SIZES, u32 pairs, u32 group,
+flash_forward(const bf16 *q, const bf16 *k, const bf16 *v, OUT *out, f32 *lse, SIZES, u32 pairs, u32 group,
               f32 scale MASK_PARAMETERS) {
     SHARED_BYTES(shared);
     const u32 tile = shared_address(shared);
@@ -210,6 +210,6 @@ flash_forward(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, f32 *lse, 
             }
         }
     }
-    bf16 *to = out + ((u64)sample * queries * heads + head) * HEAD;
+    OUT *to = out + ((u64)sample * queries * heads + head) * HEAD;
     store_rows(own.out, tile, to, false, heads * HEAD, first, queries);
 }

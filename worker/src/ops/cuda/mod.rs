@@ -24,13 +24,13 @@
 //! | `token_backward`, `token_sort` | gradient of the token embedding: rows sorted by token, then added | s, and the rows touched |
 //! | `attention` | forward, backward in two kernels; in f32 arithmetic; bytes where no heads share | 4s·C a position; 12s·C |
 //! | `flash_forward`, `flash_backward` | the same on tensor cores, in bf16 (`flash.cuh`, `tensor_core.cuh`) | as above |
-//! | `context` | rows into another order, or added to it; attention over two stretches of keys, joined | 2s, 3s; 3s |
+//! | `attention_merge` | attention over two stretches of keys, joined | 3s |
 //! | `decode` | appends to a key-value cache; attention by parts of the keys, and their sum | what is seen of the cache |
 //! | `linear` | none of ours: cuBLASLt ([`crate::cuda::Product`]) | operands and output once, at best |
 //! | `linear` with `gelu` | those of both; none of ours where one pass is asked for and cuBLASLt has it | as both; in one pass as `linear`, and 2s·O for the GELU's input |
 //! | `routing` | a router's choices and weights; the gradient of its logits, in place | s, little beside the rows |
 //! | `expert_order` | slots in the order of experts | 4 a slot and expert, from the cache |
-//! | `expert_rows` | rows gathered and added by indices; gradients of rows, in place, and of their weights | s·(K + 1); 3s |
+//! | `expert_rows` | rows, or columns of them, moved and added by indices; gradients of rows, in place, and of their weights | s·(K + 1); 3s |
 //! | `grouped` | a linear layer of each expert, gradients of its weights; in f32 arithmetic | operands once a tile of 64 × 64 |
 //! | `cross_entropy` | losses; with the gradient in place; of a part of the logits: statistics, then the gradient | s; 2s; s, 2s |
 //! | `loss_sum` | the sum of losses, in f64 | 4 a loss |

@@ -45,10 +45,10 @@ __device__ __forceinline__ RowSums score_row(const ACT *logits, f32 *scores, u32
     return {max + logf(exponentials), is_softmax ? 1.0f : sum};
 }
 
-// logits [R, E], bias [E] or null; chosen and weights [R, K], sums_of_rows [R, 2] for the statistics.
+// logits [R, E]; chosen and weights [R, K], sums_of_rows [R, 2] for the statistics.
 extern "C" __global__ void __launch_bounds__(THREADS)
-route_forward(u32 rows, u32 experts, u32 top_k, u32 is_softmax, u32 normalized, const ACT *logits, const f32 *bias,
-              int *chosen, f32 *weights, f32 *sums_of_rows) {
+route_forward(u32 rows, u32 experts, u32 top_k, u32 is_softmax, u32 normalized, const ACT *logits, int *chosen, f32 *weights,
+              f32 *sums_of_rows) {
     SHARED_BYTES(memory);
     const u32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, row = blockIdx.x * WARPS + warp;
     if (row >= rows) {
@@ -63,7 +63,7 @@ route_forward(u32 rows, u32 experts, u32 top_k, u32 is_softmax, u32 normalized, 
         u32 best = NONE;
         f32 most = LEAST;
         for (u32 expert = lane; expert < experts; expert += WARP) {
-            const f32 key = scores[expert] + (bias ? bias[expert] : 0.0f);
+            const f32 key = scores[expert];
             // No number counts as the least, so that all lanes agree.
             if (!(taken >> (expert / WARP) & 1u) && (best == NONE || key > most)) {
                 best = expert;
@@ -95,10 +95,11 @@ route_forward(u32 rows, u32 experts, u32 top_k, u32 is_softmax, u32 normalized, 
     }
 }
 
-// statistics [2E + 1]: slots and probabilities of expert `blockIdx.x`; the last block: squares of ln Σ e^logits.
+// statistics [3E + 1]: slots and probabilities of expert `blockIdx.x`, and slots up to its capacity; the last block: squares
+// of ln Σ e^logits.
 extern "C" __global__ void __launch_bounds__(THREADS)
 route_statistics(u32 rows, u32 experts, u32 top_k, u32 is_softmax, u32, const ACT *logits, const int *chosen,
-                 const f32 *sums_of_rows, f32 *statistics) {
+                 const f32 *sums_of_rows, f32 *statistics, u32 capacity) {
     __shared__ f32 warps[2 * WARPS];
     const u32 expert = blockIdx.x;
     f32 sums[2] = {};
@@ -118,12 +119,13 @@ route_statistics(u32 rows, u32 experts, u32 top_k, u32 is_softmax, u32, const AC
     if (threadIdx.x == 0) {
         if (expert < experts) {
             statistics[expert] = sums[0];
+            statistics[2 * experts + 1 + expert] = fminf(sums[0], (f32)capacity);
         }
         statistics[experts + expert] = sums[1];
     }
 }
 
-// logits become dlogits; load [E] may be null.
+// logits become dlogits; load [E]: slots of each expert.
 extern "C" __global__ void __launch_bounds__(THREADS)
 route_backward(u32 rows, u32 experts, u32 top_k, u32 is_softmax, u32 normalized, ACT *logits, const int *chosen,
                const f32 *dweights, const f32 *load, f32 balance, f32 z) {
@@ -136,12 +138,12 @@ route_backward(u32 rows, u32 experts, u32 top_k, u32 is_softmax, u32 normalized,
     f32 *const scores = reinterpret_cast<f32 *>(memory) + 2 * warp * experts, *const dscores = scores + experts;
     const RowSums sums = score_row(own, scores, experts, is_softmax);
     f32 mean = 0.0f;
-    for (u32 expert = lane; load && expert < experts; expert += WARP) {
+    for (u32 expert = lane; expert < experts; expert += WARP) {
         mean += balance * load[expert] * scores[expert];
     }
     mean = warp_sum(mean) / sums.sum;
     for (u32 expert = lane; expert < experts; expert += WARP) {
-        dscores[expert] = load ? (balance * load[expert] - mean) / sums.sum : 0.0f;
+        dscores[expert] = (balance * load[expert] - mean) / sums.sum;
     }
     __syncwarp();
     if (lane == 0) {

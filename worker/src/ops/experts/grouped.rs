@@ -5,7 +5,7 @@
 //! elements, and a long inner dimension, in an order of its own for their number: the inner dimension is divided here, and
 //! a product of few elements is computed with rows of zeros behind its own.
 
-use super::super::cpu::kernel::{Real, by_dtype, by_dtypes};
+use super::super::cpu::kernel::{Real, runs_in};
 use super::super::cpu::matrix::{Matrix, MatrixMut, Tile, product};
 use super::super::cpu::stored::Stored;
 use super::super::cuda::plan::{Call, Plan, count, element, expect_dtype, grad_defines, kernels};
@@ -76,9 +76,7 @@ pub struct GroupedLinear {
 impl Operation for GroupedLinear {
     const NAME: &'static str = "grouped_linear";
 
-    fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        by_dtype!(Self::NAME, self.out.dtype(), S => self.compute::<S>(cpu))
-    }
+    runs_in!(out);
 
     fn plan(&self) -> Result<Plan, DeviceError> {
         let (op, rows, groups) = (Self::NAME, self.check()?, self.offsets.len() - 1);
@@ -194,9 +192,7 @@ pub struct GroupedDweight {
 impl Operation for GroupedDweight {
     const NAME: &'static str = "grouped_dweight";
 
-    fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        by_dtypes!(Self::NAME, self.lhs.dtype(), self.out.dtype(), (S, G) => self.compute::<S, G>(cpu))
-    }
+    runs_in!(lhs, out);
 
     fn plan(&self) -> Result<Plan, DeviceError> {
         let (op, [height, width]) = (Self::NAME, self.features);
@@ -242,11 +238,7 @@ impl GroupedDweight {
 
 /// A block for each tile.
 fn tile_grid(tiles: [usize; 3]) -> Grid {
-    let blocks = tiles.map(|tiles| tiles as u32);
-    Grid {
-        blocks,
-        ..Grid::linear(1, 256)
-    }
+    Grid::of(tiles.map(|tiles| tiles as u32), 256)
 }
 
 static SOURCE: KernelSource = kernels("grouped.cu", include_str!("../cuda/grouped.cu"));

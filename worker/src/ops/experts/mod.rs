@@ -5,7 +5,7 @@
 //! |---|---|
 //! | `routing` | [`RouteForward`], [`RouteBackward`]: the chosen experts and their weights, auxiliary losses |
 //! | `order` | [`SortByExpert`], [`MergedOrder`]: rows in order of (expert, source rank, position), as indices |
-//! | `rows` | [`GatherRows`], [`CombineBackward`]: rows moved and added by such indices |
+//! | `rows` | [`IndexRows`], [`CombineBackward`]: rows moved and added by such indices, or as they are |
 //! | `grouped` | [`GroupedLinear`], [`GroupedDweight`]: a linear layer of each expert over its rows |
 //!
 //! Letters: `R` tokens, `K` experts of a token, `E` experts, `M` rows in order of experts. A *slot* is one choice of a
@@ -18,6 +18,6 @@ mod routing;
 mod rows;
 
 pub use grouped::{GroupedDweight, GroupedLinear};
-pub use order::{MergedOrder, SortByExpert};
+pub use order::{MergedOrder, SortByExpert, inverse};
 pub use routing::{RouteBackward, RouteForward, Router, RouterScore};
-pub use rows::{CombineBackward, GatherRows};
+pub use rows::{CombineBackward, IndexRows};

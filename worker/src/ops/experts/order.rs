@@ -11,8 +11,8 @@ use crate::memory::{Buffer, DType, DeviceError};
 pub struct SortByExpert {
     /// `[R, K]`: the expert of each slot
     pub experts: Buffer,
-    /// Most rows of an expert. Further slots, those of the last positions, are dropped. `None`: all are kept.
-    pub capacity: Option<usize>,
+    /// Most rows of an expert. Further slots, those of the last positions, are dropped.
+    pub capacity: usize,
     /// `[E]`: rows of each expert
     pub counts: Buffer,
     /// `[E + 1]`: the first row of each expert, and behind the last row
@@ -74,7 +74,7 @@ impl SortByExpert {
     /// Refuses sizes that do not fit each other; the capacity of an expert.
     fn check(&self) -> Result<i32, DeviceError> {
         let (experts, slots) = (self.counts.len(), self.rows.len());
-        let capacity = self.capacity.unwrap_or(slots).min(slots);
+        let capacity = self.capacity.min(slots);
         let room = self.slots.len().max(slots.min(experts.saturating_mul(capacity)));
         let sizes = [
             ("experts", &self.experts, slots),
@@ -93,8 +93,6 @@ pub struct MergedOrder {
     pub offsets: Vec<i32>,
     /// The received row that each row is.
     pub received: Vec<i32>,
-    /// The row that each received row becomes.
-    pub rows: Vec<i32>,
 }
 
 impl MergedOrder {
@@ -112,16 +110,17 @@ impl MergedOrder {
             }
             offsets.push(received.len() as i32);
         }
-        let mut rows = vec![0; received.len()];
-        for (row, &from) in received.iter().enumerate() {
-            rows[from as usize] = row as i32;
-        }
-        Self {
-            offsets,
-            received,
-            rows,
-        }
+        Self { offsets, received }
     }
+}
+
+/// Where each number from 0 on stands in an order of them all.
+pub fn inverse(order: &[i32]) -> Vec<i32> {
+    let mut places = vec![0; order.len()];
+    for (place, &number) in order.iter().enumerate() {
+        places[number as usize] = place as i32;
+    }
+    places
 }
 
 static SOURCE: KernelSource = kernels("expert_order.cu", include_str!("../cuda/expert_order.cu"));

@@ -9,7 +9,7 @@
 //!
 //! All of it is little beside the experts' products: one thread computes it on a CPU.
 
-use super::super::cpu::kernel::{Real, by_dtype, kernel, ln, max_of, sum_map, update, update2};
+use super::super::cpu::kernel::{Real, kernel, ln, max_of, runs_in, sum_map, update, update2};
 use super::super::cpu::stored::Stored;
 use super::super::cuda::plan::{Call, Plan, Scratch, act_defines, count, element, expect_dtype, kernels};
 use super::super::swiglu::sigmoid;
@@ -36,15 +36,15 @@ pub struct Router {
 pub struct RouteForward {
     /// `[R, E]`
     pub logits: Buffer,
-    /// `[E]`, f32 (f64 if the logits are): added to the scores for the choice alone
-    pub bias: Option<Buffer>,
     /// `[R, K]`, i32: the best first
     pub experts: Buffer,
-    /// `[R, K]`, as `bias`
+    /// `[R, K]`, f32 (f64 if the logits are)
     pub weights: Buffer,
-    /// `[2E + 1]`, as `bias`: slots of each expert; `Σ_r` of each expert's probability, which is its score divided by the
-    /// token's sum of scores; `Σ_r (ln Σ_e e^logits[r, e])²`
+    /// `[3E + 1]`, as `weights`: slots of each expert; `Σ_r` of each expert's probability, which is its score divided by the
+    /// token's sum of scores; `Σ_r (ln Σ_e e^logits[r, e])²`; slots of each expert that are not dropped
     pub statistics: Buffer,
+    /// Most slots of an expert, of which the others are dropped: [`super::SortByExpert`].
+    pub capacity: usize,
     /// How.
     pub router: Router,
 }
@@ -52,25 +52,25 @@ pub struct RouteForward {
 impl Operation for RouteForward {
     const NAME: &'static str = "route_forward";
 
-    fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        by_dtype!(Self::NAME, self.logits.dtype(), S => self.compute::<S>(cpu.isa()))
-    }
+    runs_in!(logits);
 
     fn plan(&self) -> Result<Plan, DeviceError> {
         let rows = self.check()?;
         expect_dtype(DType::F32, &[&self.weights, &self.statistics])?;
-        expect_dtype(DType::F32, self.bias.as_slice())?;
         let mut scratch = Scratch::default();
         let row_sums = scratch.take(rows * 2 * size_of::<f32>());
         let call = |kernel, arrays| self.router.call(kernel, &self.logits, arrays);
         let route = call(Self::NAME, 1)?
             .read([&self.logits])
-            .read_if(self.bias.as_ref());
-        let route = route.write([&self.experts, &self.weights]).scratch([row_sums]);
+            .write([&self.experts, &self.weights])
+            .scratch([row_sums]);
         let statistics = call("route_statistics", 0)?.read([&self.logits, &self.experts]);
         let statistics = Call {
             grid: Grid::linear(self.router.experts as u32 + 1, THREADS),
-            ..statistics.scratch([row_sums]).write([&self.statistics])
+            ..statistics
+                .scratch([row_sums])
+                .write([&self.statistics])
+                .u32([self.capacity.min(rows) as u32])
         };
         Ok(scratch.plan(vec![route, statistics]))
     }
@@ -81,19 +81,18 @@ impl RouteForward {
     fn check(&self) -> Result<usize, DeviceError> {
         let Router { experts, top_k, .. } = self.router;
         let rows = self.router.rows(Self::NAME, [&self.logits, &self.experts])?;
-        let mut sizes = vec![
+        let sizes = [
             ("weights", &self.weights, rows * top_k),
-            ("statistics", &self.statistics, 2 * experts + 1),
+            ("statistics", &self.statistics, 3 * experts + 1),
         ];
-        sizes.extend(self.bias.as_ref().map(|bias| ("bias", bias, experts)));
         expect_lens(Self::NAME, &sizes).map(|()| rows)
     }
 
-    fn compute<S: Stored>(&self, isa: Isa) -> Result<(), DeviceError> {
+    fn compute<S: Stored>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
         self.check()?;
+        let isa = cpu.isa();
         let Router { experts, top_k, .. } = self.router;
         let logits = self.logits.host::<S>()?;
-        let bias = self.bias.as_ref().map(Buffer::host::<S::Real>).transpose()?;
         let mut chosen = self.experts.host_mut::<i32>()?;
         let mut weights = self.weights.host_mut::<S::Real>()?;
         let mut statistics = self.statistics.host_mut::<S::Real>()?;
@@ -103,7 +102,7 @@ impl RouteForward {
         let mut row = RowScores::of(self.router);
         for (logits, (chosen, weights)) in logits.chunks_exact(experts).zip(slots) {
             S::read(isa, logits, |logits| row.score(isa, logits));
-            row.choose(bias.as_deref(), chosen);
+            row.choose(chosen);
             row.weigh(chosen, weights);
             for &expert in &*chosen {
                 statistics[expert as usize] += S::Real::ONE;
@@ -112,6 +111,11 @@ impl RouteForward {
             update(probabilities, &row.scores, |sum, score| *sum += score / row.sum);
             statistics[2 * experts] += row.lse * row.lse;
         }
+        let (slots, rest) = statistics.split_at_mut(experts);
+        let capacity = S::Real::of(self.capacity as f64);
+        update(&mut rest[experts + 1..], slots, |kept, slots| {
+            *kept = if slots < capacity { slots } else { capacity };
+        });
         Ok(())
     }
 }
@@ -126,7 +130,7 @@ pub struct RouteBackward {
     /// `[R, K]`, f32 (f64 if the logits are)
     pub dweights: Buffer,
     /// `[E]`, as `dweights`: slots of each expert, of these rows or of more, for the load-balancing loss. It has no gradient.
-    pub load: Option<Buffer>,
+    pub load: Buffer,
     /// The gradient of an expert's probability is this times its load: `α·E/R²` for a loss over `R` rows.
     pub balance: f32,
     /// Factor of the router z-loss: `β/R`.
@@ -138,47 +142,46 @@ pub struct RouteBackward {
 impl Operation for RouteBackward {
     const NAME: &'static str = "route_backward";
 
-    fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        by_dtype!(Self::NAME, self.logits_dlogits.dtype(), S => self.compute::<S>(cpu.isa()))
-    }
+    runs_in!(logits_dlogits);
 
     fn plan(&self) -> Result<Plan, DeviceError> {
         self.check()?;
-        expect_dtype(DType::F32, &[&self.dweights])?;
-        expect_dtype(DType::F32, self.load.as_slice())?;
+        expect_dtype(DType::F32, &[&self.dweights, &self.load])?;
         let call = self.router.call(Self::NAME, &self.logits_dlogits, 2)?;
         let call = call
             .write([&self.logits_dlogits])
-            .read([&self.experts, &self.dweights]);
-        let call = call.read_if(self.load.as_ref());
+            .read([&self.experts, &self.dweights, &self.load]);
         Ok(call.f32([self.balance, self.z]).into())
     }
 }
 
 impl RouteBackward {
-    /// Refuses sizes that do not fit each other; the number of rows.
-    fn check(&self) -> Result<usize, DeviceError> {
+    /// Refuses sizes that do not fit each other.
+    fn check(&self) -> Result<(), DeviceError> {
         let rows = self
             .router
             .rows(Self::NAME, [&self.logits_dlogits, &self.experts])?;
-        let mut sizes = vec![("dweights", &self.dweights, rows * self.router.top_k)];
-        sizes.extend(self.load.as_ref().map(|load| ("load", load, self.router.experts)));
-        expect_lens(Self::NAME, &sizes).map(|()| rows)
+        let sizes = [
+            ("dweights", &self.dweights, rows * self.router.top_k),
+            ("load", &self.load, self.router.experts),
+        ];
+        expect_lens(Self::NAME, &sizes)
     }
 
-    fn compute<S: Stored>(&self, isa: Isa) -> Result<(), DeviceError> {
+    fn compute<S: Stored>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
         self.check()?;
+        let isa = cpu.isa();
         let Router { experts, top_k, .. } = self.router;
         let (chosen, dweights) = (self.experts.host::<i32>()?, self.dweights.host::<S::Real>()?);
         expect_indices(Self::NAME, "experts", &chosen, 0, experts)?;
-        let load = self.load.as_ref().map(Buffer::host::<S::Real>).transpose()?;
+        let load = self.load.host::<S::Real>()?;
         let mut logits = self.logits_dlogits.host_mut::<S>()?;
         let slots = chosen.chunks_exact(top_k).zip(dweights.chunks_exact(top_k));
         let (mut row, mut dscores) = (RowScores::of(self.router), vec![S::Real::ZERO; experts]);
         for (logits, (chosen, dweights)) in logits.chunks_exact_mut(experts).zip(slots) {
             S::write(isa, logits, true, |logits| {
                 row.score(isa, logits);
-                self.balance(&row, load.as_deref(), &mut dscores);
+                self.balance(&row, &load, &mut dscores);
                 row.add_dscores(chosen, dweights, &mut dscores);
                 self.dlogits(&row, &dscores, logits);
             });
@@ -187,9 +190,7 @@ impl RouteBackward {
     }
 
     /// Gradients of a token's scores of the load-balancing loss.
-    fn balance<T: Real>(&self, row: &RowScores<T>, load: Option<&[T]>, dscores: &mut [T]) {
-        dscores.fill(T::ZERO);
-        let Some(load) = load else { return };
+    fn balance<T: Real>(&self, row: &RowScores<T>, load: &[T], dscores: &mut [T]) {
         let balance = T::of(self.balance.into());
         let terms = load.iter().zip(&row.scores);
         let mean = terms.fold(T::ZERO, |sum, (&load, &score)| sum + balance * load * score) / row.sum;
@@ -225,12 +226,11 @@ struct RowScores<T> {
 
 impl<T: Real> RowScores<T> {
     fn of(router: Router) -> Self {
-        let (scores, sum, lse) = (vec![T::ZERO; router.experts], T::ZERO, T::ZERO);
         Self {
             router,
-            scores,
-            sum,
-            lse,
+            scores: vec![T::ZERO; router.experts],
+            sum: T::ZERO,
+            lse: T::ZERO,
         }
     }
 
@@ -241,9 +241,9 @@ impl<T: Real> RowScores<T> {
         (self.sum, self.lse) = (sum, max + T::of(ln(exponentials.to_f64())));
     }
 
-    /// The experts with the highest scores. A bias counts for the choice.
-    fn choose(&self, bias: Option<&[T]>, chosen: &mut [i32]) {
-        let key = |expert: usize| self.scores[expert] + bias.map_or(T::ZERO, |bias| bias[expert]);
+    /// The experts with the highest scores.
+    fn choose(&self, chosen: &mut [i32]) {
+        let key = |expert: usize| self.scores[expert];
         for choice in 0..chosen.len() {
             let free = (0..self.scores.len()).filter(|&expert| !chosen[..choice].contains(&(expert as i32)));
             // Where scores are no numbers, still different experts.

@@ -119,10 +119,12 @@ fn apart(name: &str, shape: AttentionShape, keys: usize, firsts: [usize; 2], rat
         tensor(Kind::Act, 1, n, Outcome::Same),
         tensor(Kind::Act, 2, n_kv, Outcome::Same),
     ];
+    // Results also in f32, where activations are bf16.
+    let result = if rate > 0.0 { Kind::Grad } else { Kind::Act };
     let forward = vec![
         q.clone(),
         kv.clone(),
-        tensor(Kind::Act, 3, n, Outcome::Products),
+        tensor(result, 3, n, Outcome::Products),
         tensor(F32, 4, shape.rows() * shape.heads, Outcome::Products),
     ];
     let backward = vec![
@@ -131,8 +133,8 @@ fn apart(name: &str, shape: AttentionShape, keys: usize, firsts: [usize; 2], rat
         tensor(Kind::Act, 3, n, Outcome::Same),
         Tensor::new(F32, lse.collect()),
         tensor(Kind::Act, 5, n, Outcome::Same),
-        tensor(Kind::Act, 6, n, Outcome::Products),
-        tensor(Kind::Act, 7, n_kv, Outcome::Products).of_sections(vec![shape.kv_channels(); 2]),
+        tensor(result, 6, n, Outcome::Products),
+        tensor(result, 7, n_kv, Outcome::Products).of_sections(vec![shape.kv_channels(); 2]),
     ];
     let which = format!("of {shape:?} over {keys} keys, first positions {firsts:?}, dropout {rate}");
     [

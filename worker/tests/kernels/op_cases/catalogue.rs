@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use ddp_worker::device::{Buffer, DType};
 use ddp_worker::ops::{
-    CHUNK, Cast, ClipScale, ColumnSum, CopyRows, CrossEntropy, Dropout, DropoutMask, EncoderForward, Fill,
-    GeluBackward, GeluForward, LossSum, NormBackward, NormForward, PositionBackward, Rates, RowBlocks, Runs,
+    CHUNK, Cast, ClipScale, ColumnSum, CrossEntropy, Dropout, DropoutMask, EncoderForward, Fill,
+    GeluBackward, GeluForward, LossSum, NormBackward, NormForward, PositionBackward, Rates, Runs,
     SquaredNorm, SwigluBackward, SwigluForward, TokenBackward, Update, UpdateRule, Updates,
 };
 use ddp_worker::optim;
@@ -44,7 +44,6 @@ pub(crate) fn catalogue(size: Size) -> Vec<Case> {
         norm(size, false),
         swiglu(size),
         column_sum(size),
-        copy_rows(size),
         cross_entropy(size),
         linear(size),
         attention(size),
@@ -388,17 +387,26 @@ fn encoder(size: Size) -> Vec<Case> {
                 }
             });
             cases.push(case);
-            let tensors = vec![input(ACT, 1, rows * channels), close(GRAD, 2, known * channels)];
-            let case = Case::new(format!("position backward of {name}"), tensors, move |b| {
-                PositionBackward {
-                    dout: b[0].clone(),
-                    dwpe: b[1].clone(),
-                    accumulate,
-                    positions,
-                    channels,
-                }
-            });
-            cases.push(case);
+            // One stretch of positions, or two without the first ones.
+            for second in [None, Some(positions + 1)] {
+                let rows = rows * (1 + usize::from(second.is_some()));
+                let known = known + second.unwrap_or(0);
+                let tensors = vec![input(ACT, 1, rows * channels), close(GRAD, 2, known * channels)];
+                let case = Case::new(
+                    format!("position backward of {name}, {second:?}"),
+                    tensors,
+                    move |b| PositionBackward {
+                        dout: b[0].clone(),
+                        dwpe: b[1].clone(),
+                        accumulate,
+                        first: usize::from(second.is_some()),
+                        second,
+                        positions,
+                        channels,
+                    },
+                );
+                cases.push(case);
+            }
         }
     }
     cases
@@ -522,43 +530,6 @@ fn column_sum(size: Size) -> Vec<Case> {
         }
     }
     cases
-}
-
-/// Keys and values of four ranks' second stretches, into the order of their positions and back, as columns of wider rows.
-fn copy_rows(size: Size) -> Vec<Case> {
-    let sizes: &[[usize; 4]] = match size {
-        Size::Small => &[[4, 2, 3, 16], [4, 1, 5, 3], [1, 2, 2, 8]],
-        Size::Large => &[[8, 2, 512, 2048]],
-    };
-    let cases = sizes.iter().flat_map(|&[ranks, samples, rows, channels]| {
-        [false, true].map(|accumulate| {
-            let narrow = 2 * ranks * samples * rows * channels;
-            let tensors = vec![input(ACT, 1, narrow), close(ACT, 2, 2 * narrow)];
-            let name = format!("copy of {ranks} × {samples} × {rows} rows of {channels}");
-            Case::new(name, tensors, move |b| CopyRows {
-                x: RowBlocks {
-                    buffer: b[0].clone(),
-                    stride: channels,
-                    offset: 0,
-                    blocks: [ranks, samples],
-                    first: samples,
-                    steps: [2 * samples as isize, 1],
-                },
-                out: RowBlocks {
-                    buffer: b[1].clone(),
-                    stride: 2 * channels,
-                    offset: channels,
-                    blocks: [ranks, samples],
-                    first: 2 * ranks - 1,
-                    steps: [-1, 2 * ranks as isize],
-                },
-                rows,
-                channels,
-                accumulate,
-            })
-        })
-    });
-    cases.collect()
 }
 
 fn cross_entropy(size: Size) -> Vec<Case> {

@@ -2,7 +2,7 @@
 
 use ddp_worker::device::DType;
 use ddp_worker::ops::{
-    CombineBackward, GatherRows, GroupedDweight, GroupedLinear, RouteBackward, RouteForward, Router,
+    CombineBackward, GroupedDweight, GroupedLinear, IndexRows, RouteBackward, RouteForward, Router,
     RouterScore, SortByExpert, WeightLayout,
 };
 
@@ -57,21 +57,20 @@ fn routers(size: Size) -> Vec<Case> {
             };
             let logits: Vec<f64> = numbers(1, rows * experts).iter().map(|x| 3.0 * x).collect();
             for extra in [false, true] {
-                let name = format!("of {rows} rows by {router:?}, bias or load {extra}");
+                let name = format!("of {rows} rows by {router:?}, capacity or z-loss {extra}");
                 let forward = vec![
                     Tensor::new(ACT, logits.clone()),
-                    tensor(F32, 2, experts, Outcome::Same),
                     results(I32, rows * top_k, Outcome::Close),
                     results(F32, rows * top_k, Outcome::Close),
-                    results(F32, 2 * experts + 1, Outcome::Close),
+                    results(F32, 3 * experts + 1, Outcome::Close),
                 ];
                 cases.push(Case::new(format!("route forward {name}"), forward, move |b| {
                     RouteForward {
                         logits: b[0].clone(),
-                        bias: extra.then(|| b[1].clone()),
-                        experts: b[2].clone(),
-                        weights: b[3].clone(),
-                        statistics: b[4].clone(),
+                        experts: b[1].clone(),
+                        weights: b[2].clone(),
+                        statistics: b[3].clone(),
+                        capacity: if extra { rows / 3 } else { usize::MAX },
                         router,
                     }
                 }));
@@ -87,7 +86,7 @@ fn routers(size: Size) -> Vec<Case> {
                         logits_dlogits: b[0].clone(),
                         experts: b[1].clone(),
                         dweights: b[2].clone(),
-                        load: extra.then(|| b[3].clone()),
+                        load: b[3].clone(),
                         balance: 0.01,
                         z: if extra { 0.03 } else { 0.0 },
                         router,
@@ -108,8 +107,11 @@ fn orders(size: Size) -> Vec<Case> {
     let mut cases = Vec::new();
     for &[rows, top_k, experts] in sizes {
         let slots = rows * top_k;
-        for capacity in [None, Some(0), Some(slots / experts)] {
-            let room = capacity.map_or(slots + 3, |capacity| slots.min(experts * capacity));
+        for capacity in [usize::MAX, 0, slots / experts] {
+            let room = match capacity {
+                usize::MAX => slots + 3,
+                _ => slots.min(experts * capacity),
+            };
             let tensors = vec![
                 Tensor::new(I32, tokens(1, slots, experts)),
                 results(I32, experts, Outcome::Exact),
@@ -117,7 +119,7 @@ fn orders(size: Size) -> Vec<Case> {
                 results(I32, room, Outcome::Exact),
                 results(I32, slots, Outcome::Exact),
             ];
-            let name = format!("sort {rows} × {top_k} by {experts} experts, capacity {capacity:?}");
+            let name = format!("sort {rows} × {top_k} by {experts} experts, capacity {capacity}");
             cases.push(Case::new(name, tensors, move |b| SortByExpert {
                 experts: b[0].clone(),
                 capacity,
@@ -160,15 +162,38 @@ fn gathers(size: Size) -> Vec<Case> {
                 tensor(ACT, 5, rows * channels, Outcome::Close),
             ];
             let name = format!(
-                "gather {rows} × {channels} of {sources}, weights {weighted}, accumulate {accumulate}"
+                "index {rows} × {channels} of {sources}, weights {weighted}, accumulate {accumulate}"
             );
-            cases.push(Case::new(name, tensors, move |b| GatherRows {
+            cases.push(Case::new(name, tensors, move |b| IndexRows {
                 inp: b[0].clone(),
-                index: b[1].clone(),
+                index: Some(b[1].clone()),
                 per,
                 weights: weighted.then(|| b[2].clone()),
                 out: b[3].clone(),
-                channels,
+                widths: [channels; 2],
+                accumulate,
+            }));
+        }
+        // The last columns of longer rows, by indices and as they are.
+        for (widths, is_indexed, accumulate) in [
+            ([3 * channels, channels], false, false),
+            ([channels, 2 * channels], false, true),
+            ([2 * channels, channels], true, false),
+        ] {
+            let read = if is_indexed { sources * per } else { rows };
+            let tensors = vec![
+                tensor(ACT, 1, read * widths[0], Outcome::Same),
+                indices(rows, sources * per),
+                tensor(ACT, 5, rows * widths[1], Outcome::Close),
+            ];
+            let name = format!("columns of {rows} rows of {widths:?}, indices {is_indexed}");
+            cases.push(Case::new(name, tensors, move |b| IndexRows {
+                inp: b[0].clone(),
+                index: is_indexed.then(|| b[1].clone()),
+                per: 1,
+                weights: None,
+                out: b[2].clone(),
+                widths,
                 accumulate,
             }));
         }

@@ -65,6 +65,7 @@ fn forward(shape: LinearShape, [has_bias, has_residual]: [bool; 2]) -> Case {
         residual: has_residual.then(|| b[3].clone()),
         out: b[4].clone(),
         shape,
+        exact: false,
     })
 }
 

@@ -83,6 +83,7 @@ fn linear_bits(threads: usize, [rows, inputs, outputs]: [usize; 3], dtype: DType
         bias: Some(buffer(5, outputs)),
         residual: Some(buffer(6, rows * outputs)),
         out: out.clone(),
+        exact: false,
         shape,
     });
     rig.run(LinearDinp {

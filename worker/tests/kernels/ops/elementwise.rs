@@ -324,6 +324,7 @@ fn bad_sizes_and_tokens_are_named() {
         bias: None,
         residual: None,
         out,
+        exact: false,
         shape,
     };
     let error = rig.try_run(linear).unwrap_err();

@@ -3,28 +3,28 @@
 
 use ddp_worker::device::{Buffer, DType, Isa};
 use ddp_worker::ops::{
-    CombineBackward, GatherRows, GroupedDweight, GroupedLinear, MergedOrder, RouteBackward, RouteForward,
-    Router, RouterScore, SortByExpert, WeightLayout,
+    CombineBackward, GroupedDweight, GroupedLinear, IndexRows, MergedOrder, RouteBackward, RouteForward,
+    Router, RouterScore, SortByExpert, WeightLayout, inverse,
 };
 use half::bf16;
 
 use super::rig::{Rig, check_gradients, numbers, numbers_f32, values, wide_values};
 
 /// Experts, weights and statistics.
-fn route(rig: &Rig, router: Router, logits: &[f64], bias: Option<&[f64]>) -> [Buffer; 3] {
+fn route(rig: &Rig, router: Router, logits: &[f64]) -> [Buffer; 3] {
     let slots = logits.len() / router.experts * router.top_k;
     let [experts, weights, statistics] = [
         (DType::I32, slots),
         (DType::F64, slots),
-        (DType::F64, 2 * router.experts + 1),
+        (DType::F64, 3 * router.experts + 1),
     ]
     .map(|(dtype, len)| rig.empty(dtype, len));
     rig.run(RouteForward {
         logits: rig.buffer(logits),
-        bias: bias.map(|bias| rig.buffer(bias)),
         experts: experts.clone(),
         weights: weights.clone(),
         statistics: statistics.clone(),
+        capacity: 1,
         router,
     });
     [experts, weights, statistics]
@@ -38,7 +38,7 @@ fn the_router_with_both_auxiliary_losses() {
         .iter()
         .map(|x| 2.0 * x)
         .collect::<Vec<_>>()];
-    let (load, bias) = (numbers(2, experts), numbers(3, experts));
+    let load = numbers(2, experts);
     for score in [RouterScore::Softmax, RouterScore::Sigmoid] {
         for normalized in [true, false] {
             let router = Router {
@@ -49,7 +49,7 @@ fn the_router_with_both_auxiliary_losses() {
             };
             // The weights, `Σ load · probability` and `Σ lse²`.
             let forward = |inputs: &[Vec<f64>]| {
-                let [_, weights, statistics] = route(&rig, router, &inputs[0], Some(&bias));
+                let [_, weights, statistics] = route(&rig, router, &inputs[0]);
                 let (mut out, statistics) = (values::<f64>(&weights), values::<f64>(&statistics));
                 let probabilities = statistics[experts..].iter().zip(&load);
                 out.push(probabilities.map(|(probability, load)| load * probability).sum());
@@ -57,14 +57,14 @@ fn the_router_with_both_auxiliary_losses() {
                 out
             };
             let backward = |inputs: &[Vec<f64>], dout: &[f64]| {
-                let [chosen, ..] = route(&rig, router, &inputs[0], Some(&bias));
+                let [chosen, ..] = route(&rig, router, &inputs[0]);
                 let logits = rig.buffer(&inputs[0]);
                 let (dweights, auxiliary) = dout.split_at(rows * top_k);
                 rig.run(RouteBackward {
                     logits_dlogits: logits.clone(),
                     experts: chosen,
                     dweights: rig.buffer(dweights),
-                    load: Some(rig.buffer(&load)),
+                    load: rig.buffer(&load),
                     balance: auxiliary[0] as f32,
                     z: auxiliary[1] as f32,
                     router,
@@ -78,7 +78,7 @@ fn the_router_with_both_auxiliary_losses() {
 
 /// By hand: probabilities 0.5, 0.25, 0.25 of the first token, thirds of the second one.
 #[test]
-fn equal_scores_go_to_the_lowest_expert_and_a_bias_changes_the_choice_alone() {
+fn equal_scores_go_to_the_lowest_expert() {
     let rig = Rig::new();
     let router = Router {
         experts: 3,
@@ -94,26 +94,23 @@ fn equal_scores_go_to_the_lowest_expert_and_a_bias_changes_the_choice_alone() {
             "{found:?}"
         );
     };
-    let [experts, weights, statistics] = route(&rig, router, &logits, None);
+    let [experts, weights, statistics] = route(&rig, router, &logits);
     assert_eq!(values::<i32>(&experts), [0, 1, 0, 1]);
     close(&weights, &[2.0 / 3.0, 1.0 / 3.0, 0.5, 0.5]);
     let lse = [4.0_f64.ln(), 1.0 + 3.0_f64.ln()].map(|lse| lse * lse);
     let [first, other] = [0.5 + 1.0 / 3.0, 0.25 + 1.0 / 3.0];
     close(
         &statistics,
-        &[2.0, 2.0, 0.0, first, other, other, lse[0] + lse[1]],
+        &[2.0, 2.0, 0.0, first, other, other, lse[0] + lse[1], 1.0, 1.0, 0.0],
     );
-    let [experts, weights, _] = route(&rig, router, &logits, Some(&[0.0, 0.0, 0.3]));
-    assert_eq!(values::<i32>(&experts), [2, 0, 2, 0]);
-    close(&weights, &[1.0 / 3.0, 2.0 / 3.0, 0.5, 0.5]);
     // Scores that are no numbers still choose different experts.
-    let [experts, ..] = route(&rig, router, &[f64::NAN; 3], None);
+    let [experts, ..] = route(&rig, router, &[f64::NAN; 3]);
     assert_eq!(values::<i32>(&experts), [0, 1]);
 }
 
 /// Offsets, the slot of each row, the row of each slot.
-fn sort(rig: &Rig, experts: &[i32], count: usize, capacity: Option<usize>) -> [Vec<i32>; 3] {
-    let room = capacity.map_or(experts.len(), |capacity| experts.len().min(capacity * count));
+fn sort(rig: &Rig, experts: &[i32], count: usize, capacity: usize) -> [Vec<i32>; 3] {
+    let room = experts.len().min(capacity.saturating_mul(count));
     let [counts, offsets, slots, rows] =
         [count, count + 1, room, experts.len()].map(|len| rig.empty(DType::I32, len));
     rig.run(SortByExpert {
@@ -134,11 +131,11 @@ fn sort(rig: &Rig, experts: &[i32], count: usize, capacity: Option<usize>) -> [V
 fn slots_are_sorted_stably_and_those_beyond_the_capacity_are_dropped() {
     let rig = Rig::new();
     let experts = [2, 0, 2, 3, 0, 2];
-    let [offsets, slots, rows] = sort(&rig, &experts, 4, None);
+    let [offsets, slots, rows] = sort(&rig, &experts, 4, usize::MAX);
     assert_eq!(offsets, [0, 2, 2, 5, 6]);
     assert_eq!(slots, [1, 4, 0, 2, 5, 3]);
     assert_eq!(rows, [2, 0, 3, 5, 1, 4]);
-    let [offsets, slots, rows] = sort(&rig, &experts, 4, Some(1));
+    let [offsets, slots, rows] = sort(&rig, &experts, 4, 1);
     assert_eq!(offsets, [0, 1, 1, 2, 3]);
     assert_eq!(slots, [1, 0, 3, -1]);
     assert_eq!(rows, [1, 0, -1, 2, -1, -1]);
@@ -152,12 +149,12 @@ fn rows_of_several_ranks_are_in_the_order_of_one() {
         .iter()
         .map(|x| (x * x * 6.0) as i32)
         .collect();
-    let [offsets, slots, _] = sort(&rig, &experts, count, None);
+    let [offsets, slots, _] = sort(&rig, &experts, count, usize::MAX);
     // The last three experts are on one rank.
     let held = 3;
     let sorted: Vec<_> = experts
         .chunks(each)
-        .map(|experts| sort(&rig, experts, count, None))
+        .map(|experts| sort(&rig, experts, count, usize::MAX))
         .collect();
     let (mut counts, mut received) = (Vec::new(), Vec::new());
     for (rank, [offsets, slots, _]) in sorted.iter().enumerate() {
@@ -173,8 +170,7 @@ fn rows_of_several_ranks_are_in_the_order_of_one() {
     );
     let merged: Vec<i32> = order.received.iter().map(|&row| received[row as usize]).collect();
     assert_eq!(merged, slots[first as usize..]);
-    let back: Vec<i32> = order
-        .rows
+    let back: Vec<i32> = inverse(&order.received)
         .iter()
         .map(|&row| order.received[row as usize])
         .collect();
@@ -190,13 +186,13 @@ fn rows_to_the_experts_and_back() {
     let gather = |inp: &[f64], index: &[i32], per: usize, weights: Option<&[f64]>| {
         let top_k = if per == 1 { top_k } else { 1 };
         let out = rig.empty(DType::F64, index.len() / top_k * channels);
-        rig.run(GatherRows {
+        rig.run(IndexRows {
             inp: rig.buffer(inp),
-            index: rig.buffer(index),
+            index: Some(rig.buffer(index)),
             per,
             weights: weights.map(|weights| rig.buffer(weights)),
             out: out.clone(),
-            channels,
+            widths: [channels; 2],
             accumulate: false,
         });
         values::<f64>(&out)

@@ -27,6 +27,7 @@ fn linear_over_several_tiles_is_a_sum_of_products() {
             bias: None,
             residual: None,
             out: out.clone(),
+            exact: false,
             shape: LinearShape {
                 rows,
                 inputs,
@@ -239,6 +240,26 @@ fn cross_entropy() {
     check_gradients(&inputs, forward, backward);
 }
 
+/// By hand: two samples of the positions 1, 2 and 4, 5, on a rank that has these of them.
+#[test]
+fn positions_of_two_stretches() {
+    let rig = Rig::new();
+    let dwpe = rig.buffer(&[9.0; 7]);
+    let mut backward = PositionBackward {
+        dout: rig.buffer(&[1.0, 2.0, 10.0, 20.0, 3.0, 4.0, 30.0, 40.0]),
+        dwpe: dwpe.clone(),
+        accumulate: false,
+        first: 1,
+        second: Some(4),
+        positions: 2,
+        channels: 1,
+    };
+    rig.run(backward.clone());
+    assert_eq!(values::<f64>(&dwpe), [0.0, 11.0, 22.0, 0.0, 33.0, 44.0, 0.0]);
+    (backward.accumulate, backward.second) = (true, Some(6));
+    rig.try_run(backward).unwrap_err();
+}
+
 #[test]
 fn embeddings() {
     // More channels than one part of the work has; a token that repeats, a position that is not reached.
@@ -278,6 +299,8 @@ fn embeddings() {
             dout,
             dwpe,
             accumulate: false,
+            first: 0,
+            second: None,
             positions,
             channels,
         });

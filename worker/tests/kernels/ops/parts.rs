@@ -349,6 +349,7 @@ fn bias_and_residual_are_added_in_the_order_of_a_linear_layer() {
             bias: bias.cloned(),
             residual: residual.cloned(),
             out: out.clone(),
+            exact: false,
             shape,
         });
         out
