@@ -57,11 +57,6 @@ fn cast() {
 }
 
 #[test]
-fn copies_of_rows() {
-    check("copy");
-}
-
-#[test]
 fn fill() {
     check("fill");
 }
@@ -103,7 +98,7 @@ fn norms() {
 
 #[test]
 fn experts() {
-    for start in ["route", "sort", "gather", "combine", "grouped"] {
+    for start in ["route", "sort", "index", "columns", "combine", "grouped"] {
         check(start);
     }
 }
