@@ -55,7 +55,7 @@ impl RankGroup {
                 let passed = self.pass_on(parts, name)?;
                 passed
                     .into_iter()
-                    .try_for_each(|exchange| self.finish(exchange))?;
+                    .try_for_each(|exchange| self.finish(exchange).map(drop))?;
             } else {
                 self.all_to_all(parts, [vec![1; ranks], vec![1; ranks]], name)?;
             }

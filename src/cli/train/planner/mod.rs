@@ -142,10 +142,7 @@ fn plan(args: &PlanArgs) -> Result<String, CliError> {
         text.push('\n');
         text.push_str(&layouts::text(search, memory, &context));
     } else if let Some(key) = LayoutSearch::given(draft.config()) {
-        let _ = writeln!(
-            text,
-            "Other layouts are not searched, because `{key}` is set; with 1, they are."
-        );
+        text += &format!("Other layouts are not searched, because `{key}` is set; with 1, they are.\n");
     }
     Ok(text)
 }
