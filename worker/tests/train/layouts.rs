@@ -77,7 +77,7 @@ impl Layout {
             c.model.n_kv_head = Some(if self.grouped { 2 } else { 4 });
             c.model.n_inner = Some(48);
         }
-        c.train.steps = 4;
+        c.train.steps = 3;
         c.train.verify_every = 2;
         c.train.micro_batch = 2;
         c.train.precision = self.precision;

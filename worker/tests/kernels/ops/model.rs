@@ -162,7 +162,7 @@ const LAYERS: usize = 2;
 
 /// Values of the parameters of a Llama of [`LAYERS`] layers, of which the output of each feed-forward layer has a factor.
 fn llama(factors: [f64; LAYERS]) -> (Rank, BTreeMap<String, Vec<f64>>) {
-    let rank = f64_rank(Model {
+    let rank = f64_rank(&Model {
         n_inner: Some(6),
         ..config(ModelKind::Llama)
     });
@@ -180,13 +180,13 @@ fn llama(factors: [f64; LAYERS]) -> (Rank, BTreeMap<String, Vec<f64>>) {
     (rank, all)
 }
 
-fn f64_rank(model: Model) -> Rank {
-    Rank::new(Rig::new(), build(&model, 11).unwrap(), DType::F64, [1, 2, 6])
+fn f64_rank(model: &Model) -> Rank {
+    Rank::new(Rig::new(), build(model, 11).unwrap(), DType::F64, [1, 2, 6])
 }
 
 /// Each expert, shared ones too, has the values of the Llama's feed-forward layer, and the router scores all alike.
 fn with_equal_experts(experts: Experts) -> Rank {
-    let rank = f64_rank(Model {
+    let rank = f64_rank(&Model {
         experts,
         n_inner: Some(6),
         ..config(ModelKind::Mixtral)
@@ -197,14 +197,12 @@ fn with_equal_experts(experts: Experts) -> Rank {
         let mut param = param.host_mut::<f64>().unwrap();
         let key = spec.key.replace("block_sparse_moe.shared_experts.", "mlp.");
         let key = key.replace("block_sparse_moe.experts.", "mlp.");
-        match llama.get(&key) {
-            Some(values) => param
-                .chunks_exact_mut(values.len())
-                .for_each(|part| part.copy_from_slice(values)),
-            None => {
-                assert!(key.ends_with("block_sparse_moe.gate.weight"), "{key}");
-                param.fill(0.0);
-            }
+        if let Some(values) = llama.get(&key) {
+            let parts = param.chunks_exact_mut(values.len());
+            parts.for_each(|part| part.copy_from_slice(values));
+        } else {
+            assert!(key.ends_with("block_sparse_moe.gate.weight"), "{key}");
+            param.fill(0.0);
         }
     }
     rank
