@@ -68,7 +68,7 @@ fn rows_of<const WIDTH: usize>(bytes: &[u8]) -> impl Iterator<Item = [f64; WIDTH
 const WIDTH: usize = 4;
 
 /// The row of a rank in a step: the sum of its losses, their number (both 0 if another stage makes them), its request to
-/// stop (above 0), and its progress with the checkpoint that is being written. Ignored positions are not counted. The numbers go from the device to the other ranks while backward runs,
+/// stop (above 0), and its progress with the checkpoint that is being written. Ignored positions are not counted. The numbers go from the device to the other ranks before the update,
 /// and to the host when it asks for them.
 pub(crate) struct StepTable(RankTable<WIDTH>);
 

@@ -1,6 +1,8 @@
 //! The training loop of one rank: steps, and what is due between them.
 //!
-//! A step is data → forward → losses to all ranks → backward, reduced meanwhile → norm → clip and update, or neither.
+//! A step is data → forward → backward, reduced meanwhile → norm → losses to all ranks → clip and update, or neither. A rank
+//! sends its losses when it has all that the update needs, and needs those of all ranks to begin it: once one rank has
+//! updated, every other can.
 //! The host puts all of it into the stream. Nothing in it waits for the device: whether a step counts is decided there, by
 //! the clipping factor. On a device that runs asynchronously the numbers of a step are read when the next one has been
 //! enqueued.
@@ -109,14 +111,12 @@ impl TrainerParts<'_> {
             session: self.session,
             step_table: &self.step_table,
             loader: &self.loader,
-            checkpoints: &self.checkpoints,
             step,
             micro_batches,
             stages: replica.plan.placement().stages(),
             losses: 0,
             positions: 0,
             exposed_before: Duration::ZERO,
-            sharing: None,
             hooks: NoHooks,
             grads: reducer.step(micro_batches as usize)?,
             times,
@@ -124,7 +124,7 @@ impl TrainerParts<'_> {
         run_row(replica, RowPurpose::Training, micro_batches as usize, &mut row)?;
         let TrainingRow {
             grads,
-            sharing,
+            positions,
             times,
             ..
         } = row;
@@ -134,7 +134,7 @@ impl TrainerParts<'_> {
         Ok(StepGradients {
             grads: reduced.sums(),
             device_times: reduced.device_times(),
-            sharing: sharing.expect("a row ends with it"),
+            positions,
         })
     }
 
@@ -145,6 +145,12 @@ impl TrainerParts<'_> {
         let positions = self.loader.sample_count(step) * self.config.model.block_size as u64;
         self.replica.weigh(1.0 / positions as f64);
         passes
+    }
+
+    /// Sends the losses of this rank, which holds the sums and their norm: the barrier before the update.
+    fn share(&self, positions: usize) -> Work {
+        let stop = self.session.stop_requested().is_some();
+        self.step_table.share(positions, stop, self.checkpoints.code())
     }
 
     /// Later operations of the stream run after `work`. An error that is known already is returned.
@@ -384,9 +390,13 @@ impl<'a> Trainer<'a> {
     /// Waits until the device has run a step. Of several errors the one that says what went wrong is returned.
     fn result_of(&self, enqueued: EnqueuedStep, reducer: &Reducer) -> Result<StepResult, TrainError> {
         let result = enqueued.result(&self.parts.world);
-        // The stream says only in words why it went wrong, if it does at all.
+        self.failure(reducer).map_or(result, Err)
+    }
+
+    /// Why a stream went wrong, which itself says so only in words, if it does at all.
+    fn failure(&self, reducer: &Reducer) -> Option<TrainError> {
         let failure = self.parts.replica.failure().or_else(|| reducer.failure());
-        failure.map_or(result, |error| Err(error.into()))
+        failure.map(TrainError::from)
     }
 
     /// The record of a step, once the device has run it.
@@ -531,6 +541,11 @@ impl<'a> Trainer<'a> {
 
     /// Puts a step into the stream; `step` counts from 0.
     fn enqueue(&mut self, reducer: &mut Reducer, step: u64) -> Result<EnqueuedStep, TrainError> {
+        let enqueued = self.put_in_stream(reducer, step);
+        enqueued.map_err(|error| self.failure(reducer).unwrap_or(error))
+    }
+
+    fn put_in_stream(&mut self, reducer: &mut Reducer, step: u64) -> Result<EnqueuedStep, TrainError> {
         let parts = &mut self.parts;
         parts.world.check()?;
         let started = Instant::now();
@@ -542,20 +557,20 @@ impl<'a> Trainer<'a> {
         let StepGradients {
             grads,
             device_times,
-            sharing,
+            positions,
         } = parts.passes(reducer, step, &mut times)?;
         let Compute { device, stream } = parts.world.compute.clone();
         let (norm_began, shared_before) = (Instant::now(), times.share);
-        let mut collectives = vec![sharing];
-        collectives.extend(parts.replica.routers.as_ref().map(RouterTable::share));
+        let span = parts.world.begin_span();
+        let routers = parts.replica.routers.as_ref().map(RouterTable::share);
+        let norms = parts.clip.measure(parts.optimizer.home(), &grads);
+        let mut collectives: Vec<Work> = routers.into_iter().chain(norms).collect();
         for work in &collectives {
             parts.arrive(work, &mut times)?;
         }
-        let span = parts.world.begin_span();
-        if let Some(work) = parts.clip.measure(parts.optimizer.home(), &grads) {
-            parts.arrive(&work, &mut times)?;
-            collectives.push(work);
-        }
+        let barrier = parts.share(positions);
+        parts.arrive(&barrier, &mut times)?;
+        collectives.push(barrier);
         parts.clip.finish(Some(parts.step_table.rows()));
         parts.world.end_span(span, Kind::Optimizer, || "norm".to_owned());
         // Nothing of this step is in flight that the stream does not wait for. What the update sends, and its time,
@@ -615,7 +630,6 @@ struct TrainingRow<'a> {
     session: &'a Session,
     step_table: &'a StepTable,
     loader: &'a Loader,
-    checkpoints: &'a Checkpoints,
     step: u64,
     micro_batches: u64,
     stages: usize,
@@ -625,8 +639,6 @@ struct TrainingRow<'a> {
     positions: usize,
     /// Time of reduction that nothing hid, before the action that runs.
     exposed_before: Duration,
-    /// The losses, on their way to all ranks.
-    sharing: Option<Work>,
     hooks: NoHooks,
     grads: Step<'a>,
     times: &'a mut StepTimes,
@@ -680,10 +692,6 @@ impl RowCaller for TrainingRow<'_> {
             let noun = action.kind.noun();
             (replica.world).end_span(enqueued.span, kind, || self.name_of(action, noun));
         }
-        // In a pipeline another rank may still need this one to come to its losses.
-        if self.stages == 1 && self.losses == self.micro_batches && self.sharing.is_none() {
-            self.share();
-        }
         Ok(())
     }
 
@@ -692,22 +700,10 @@ impl RowCaller for TrainingRow<'_> {
             let rank = replica.world.mesh.index(&[Axis::Pipeline]);
             (self.session).set_activity(|| replica.plan.behind_row_in_words(rank));
         }
-        if self.sharing.is_none() {
-            self.share();
-        }
     }
 }
 
 impl TrainingRow<'_> {
-    /// Begins to share the losses of this rank with all others.
-    fn share(&mut self) {
-        let began = Instant::now();
-        let stop = self.session.stop_requested().is_some();
-        let code = self.checkpoints.code();
-        self.sharing = Some(self.step_table.share(self.positions, stop, code));
-        self.times.share += began.elapsed();
-    }
-
     /// Name of a span. In a pipeline it begins with the action as schedules write it.
     fn name_of(&self, action: Action, what: &str) -> String {
         let m = action.micro_batch;
@@ -724,8 +720,8 @@ struct StepGradients {
     grads: ArenaShare,
     /// Times of reduction.
     device_times: DeviceTimes,
-    /// The losses, on their way to all ranks.
-    sharing: Work,
+    /// Number of this rank's losses.
+    positions: usize,
 }
 
 /// What is to be done after a step.
