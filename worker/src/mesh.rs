@@ -197,6 +197,12 @@ impl MeshShape {
         sharded.filter(|axis| axes.contains(axis)).collect()
     }
 
+    /// The other ones of `axes`: the ranks along them hold copies.
+    pub fn copied_along(&self, axes: &[Axis]) -> Vec<Axis> {
+        let copied = axes.iter().copied();
+        copied.filter(|axis| !self.sharded().contains(axis)).collect()
+    }
+
     /// The axes along which ranks hold different experts of a layer. None: every rank holds all of them.
     pub const fn expert_axes(&self) -> &'static [Axis] {
         if self.divides_experts { &EXPERTS } else { &[] }

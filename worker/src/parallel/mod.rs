@@ -45,7 +45,9 @@ pub use layout::{Bucket, GradSpec, GradientLayout, LayoutConfig, LayoutError};
 pub use norm_order::NormOrder;
 pub use parameters::{Difference, ParameterMemory, Parameters, ReshardPolicy};
 pub use reduction::{ReduceError, Reduced, Reducer, ReducerConfig, Step};
-pub use replica_set::{CopyGroup, MODEL_AXES, ReplicaSet, StateGroup, is_counted, one_copy, summed_over};
+pub use replica_set::{
+    CopyGroup, MODEL_AXES, ReplicaSet, StateGroup, group_axes, is_counted, one_copy, summed_over,
+};
 pub use sharding::{ArenaRanges, ArenaShare, OwnPiece, ShardUnit, Sharding};
 pub use stage_messages::{Arrival, MessageShape, StageMessages};
 pub use tensor::{BlockGroups, RankGroup};

@@ -52,6 +52,17 @@ pub fn summed_over(roles: &Roles) -> Vec<Axis> {
     GRADIENTS.into_iter().filter(is_partial).collect()
 }
 
+/// The axes of each [`StateGroup`] of a model. The first are all data-parallel axes.
+pub fn group_axes(model: &[ParamSpec]) -> Vec<Vec<Axis>> {
+    let mut groups = vec![GRADIENTS.to_vec()];
+    for axes in model.iter().map(|spec| summed_over(&spec.roles)) {
+        if !groups.contains(&axes) {
+            groups.push(axes);
+        }
+    }
+    groups
+}
+
 /// The axes along which ranks hold one copy of the model together, given all its parameters. The ranks along one of
 /// [`GRADIENTS`] hold copies, unless state is `sharded` or a parameter cut there.
 pub fn one_copy(model: &[ParamSpec], sharded: &[Axis]) -> Vec<Axis> {
@@ -93,16 +104,11 @@ impl StateGroup {
     fn new(mesh: &Mesh, axes: Vec<Axis>) -> Result<Self, CollectiveError> {
         let all = several(mesh, &axes)?.map_or_else(|| mesh.group(&axes), Ok)?;
         let sharded = mesh.shape().sharded_along(&axes);
-        let copied: Vec<Axis> = axes
-            .iter()
-            .copied()
-            .filter(|axis| !sharded.contains(axis))
-            .collect();
         let shard = several(mesh, &sharded)?.unwrap_or_else(|| all.clone());
         Ok(Self {
             gathers: shard.clone(),
             shard,
-            copies: several(mesh, &copied)?,
+            copies: several(mesh, &mesh.shape().copied_along(&axes))?,
             all,
             axes,
         })
@@ -175,12 +181,8 @@ impl ReplicaSet {
 
     /// The groups for the parameters `params` that this rank holds of a `model`. Every rank of the mesh must call it.
     pub fn of(mesh: &Mesh, params: &[ParamSpec], model: &[ParamSpec]) -> Result<Self, CollectiveError> {
-        let mut groups = vec![StateGroup::new(mesh, GRADIENTS.to_vec())?];
-        for axes in model.iter().map(|spec| summed_over(&spec.roles)) {
-            if groups.iter().all(|group| group.axes != axes) {
-                groups.push(StateGroup::new(mesh, axes)?);
-            }
-        }
+        let groups = (group_axes(model).into_iter()).map(|axes| StateGroup::new(mesh, axes));
+        let groups = groups.collect::<Result<Vec<_>, _>>()?;
         let owners = several(mesh, &one_copy(model, mesh.shape().sharded()))?;
         let mut copy_groups = Vec::new();
         for axis in MODEL_AXES {

@@ -42,7 +42,10 @@ pub(crate) mod strategy;
 mod warm_up;
 mod world;
 
-pub use checkpointing::{RankSnapshot, RunSnapshot, check_initial_weights, check_resumes};
+pub use checkpointing::{
+    Decision, GoOn, Held, Place, RankSnapshot, RunSnapshot, Version, check_initial_weights, check_resumes,
+    decide,
+};
 pub use error::TrainError;
 pub use reporting::Footprint;
 pub use run::{Ended, run_generations, run_worker};
