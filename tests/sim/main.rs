@@ -5,11 +5,15 @@
 //! them, and how each launcher ends; [`words`] checks what each daemon says. At the end every world must have come to
 //! rest: each launcher has ended, each call was answered.
 //!
+//! [`steps`] has a world of its own: ranks that train, die and recover what is left of the state in memory. There the worker
+//! decides.
+//!
 //! A failing case prints its seed: `DDP_SIM_SEED=<seed> cargo test --test sim any_trouble -- --nocapture` replays it alone.
 //! `DDP_SIM_SEEDS=<n>` runs more of them, `DDP_SIM_FIRST=<n>` begins with another one than 0.
 
 mod node;
 mod scenarios;
+mod steps;
 mod store;
 mod witness;
 mod words;

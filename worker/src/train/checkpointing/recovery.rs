@@ -187,7 +187,177 @@ fn lost(reports: &[Option<Held>], newest: Version, copies: &[usize], part: &Plac
     let elsewhere = reports.iter().enumerate().find_map(|(rank, held)| {
         let held = (held.as_ref()).filter(|held| held.reaches(newest) && !held.place.fits(part))?;
         let place = &held.place;
-        Some(format!("; rank {rank} has that of another number of ranks ({place})"))
+        Some(format!(
+            "; rank {rank} has that of another number of ranks ({place})"
+        ))
     });
     lost + &elsewhere.unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use ddp_proto::env::WorkerEnv;
+    use ddp_proto::ids::WorldSize;
+
+    use super::*;
+    use crate::config::{Parallel, ShardGroup, Strategy};
+    use crate::mesh::GRADIENTS;
+
+    fn mesh(ranks: u32, parallel: Parallel) -> MeshShape {
+        let env = WorkerEnv {
+            world_size: WorldSize(ranks),
+            local_world_size: ranks,
+            ..WorkerEnv::single()
+        };
+        MeshShape::new(&parallel, &env).unwrap()
+    }
+
+    fn ddp(ranks: u32) -> MeshShape {
+        mesh(ranks, Parallel::default())
+    }
+
+    /// Two shards in copies, or all ranks' shards.
+    fn sharded(ranks: u32, shard_group: Option<usize>) -> MeshShape {
+        let parallel = Parallel {
+            strategy: Strategy::Zero2,
+            shard_group: shard_group.map(ShardGroup::Ranks),
+            ..Parallel::default()
+        };
+        mesh(ranks, parallel)
+    }
+
+    fn version(text: &str) -> Version {
+        let (generation, step) = text.split_once(':').unwrap();
+        let [generation, step] = [generation, step].map(|number| number.parse().unwrap());
+        Version { generation, step }
+    }
+
+    /// Reports of the ranks of a mesh: nothing (`-`), a version (`1:5`), or one that leads to another (`1:5>1:6`).
+    fn reports(mesh: &MeshShape, text: &str) -> Vec<Option<Held>> {
+        let held = |(rank, text): (usize, &str)| {
+            let (at, unfinished) = text
+                .split_once('>')
+                .map_or((text, None), |(at, to)| (at, Some(version(to))));
+            let version = (at != "-").then(|| version(at))?;
+            Some(Held {
+                unfinished,
+                updates: version.step,
+                samples: 2 * version.step,
+                batch: None,
+                place: Place::of(mesh, rank),
+                line: None,
+                version,
+            })
+        };
+        text.split(' ').enumerate().map(held).collect()
+    }
+
+    /// As in `1:5 of 0, 2`, the version and its holders; or the reason for the checkpoint.
+    fn decided(then: &MeshShape, now: &MeshShape, text: &str, latest: Option<u64>) -> String {
+        let mut reports = reports(then, text);
+        reports.resize(now.ranks(), None);
+        let experts = [Axis::Replicate, Axis::Shard].to_vec();
+        match decide(&reports, now, &[GRADIENTS.to_vec(), experts], latest) {
+            Decision::GoOn(GoOn { state, holders }) => {
+                let holders: Vec<usize> = (0..now.ranks()).filter(|&rank| holders[rank]).collect();
+                let Version { generation, step } = state.version;
+                assert_eq!((state.updates, state.samples), (step, 2 * step));
+                format!("{generation}:{step} of {}", numbered("rank", &holders))
+            }
+            Decision::Reload { reason } => reason.unwrap_or_else(|| "nothing".into()),
+        }
+    }
+
+    #[test]
+    fn ranks_go_on_at_the_newest_state_that_each_set_of_copies_has() {
+        let hsdp = sharded(4, Some(2));
+        let experts = mesh(
+            4,
+            Parallel {
+                expert: 2,
+                ..Parallel::default()
+            },
+        );
+        let pair = ddp(2);
+        for (mesh, reports, wanted) in [
+            (&pair, "- -", "nothing"),
+            (&pair, "1:5 1:5", "1:5 of ranks 0, 1"),
+            (&pair, "- 1:5", "1:5 of rank 1"),
+            // Nobody has updated: all begin the step again.
+            (&pair, "1:4>1:5 1:4", "1:4 of ranks 0, 1"),
+            (&pair, "1:4>1:5 1:5", "1:5 of ranks 0, 1"),
+            (&pair, "1:4 1:5", "1:5 of rank 1"),
+            // The state was kept from the generation before.
+            (&pair, "1:4>2:5 2:5", "2:5 of ranks 0, 1"),
+            (&pair, "1:4>1:5 2:5", "2:5 of rank 1"),
+            (&pair, "1:6 2:5", "2:5 of rank 1"),
+            (&hsdp, "- 1:5 1:5 -", "1:5 of ranks 1, 2"),
+            (&hsdp, "- 1:4>1:5 1:5 -", "1:5 of ranks 1, 2"),
+            (
+                &hsdp,
+                "- 1:5 - 1:5",
+                "after step 5, no rank has the state of ranks 0, 2 in memory (shard 0 of 2)",
+            ),
+            (
+                &hsdp,
+                "1:5 1:4 1:5 1:4",
+                "after step 5, no rank has the state of ranks 1, 3 in memory (shard 1 of 2)",
+            ),
+            (&experts, "- 1:5 1:5 -", "1:5 of ranks 1, 2"),
+            (
+                &experts,
+                "- 1:5 - 1:5",
+                "after step 5, no rank has the state of ranks 0, 2 in memory (expert 0 of 2)",
+            ),
+            (
+                &sharded(2, None),
+                "1:5 -",
+                "after step 5, no rank has the state of rank 1 in memory (shard 1 of 2)",
+            ),
+        ] {
+            assert_eq!(decided(mesh, mesh, reports, Some(3)), wanted, "{reports}");
+        }
+    }
+
+    #[test]
+    fn a_newer_checkpoint_and_another_division_of_the_state_lead_to_the_checkpoint() {
+        assert_eq!(
+            decided(&ddp(2), &ddp(2), "1:5 1:5", Some(6)),
+            "the latest checkpoint is of step 6, the newest state in memory of step 5"
+        );
+        assert_eq!(decided(&ddp(2), &ddp(3), "1:5 1:5", None), "1:5 of ranks 0, 1");
+        assert_eq!(
+            decided(&sharded(2, None), &sharded(3, None), "1:5 1:5", None),
+            "after step 5, no rank has the state of rank 0 in memory (shard 0 of 3); rank 0 has that of another number of ranks (shard 0 of 2)"
+        );
+        // Other buckets, so other slices of them.
+        assert_eq!(
+            decided(&sharded(2, Some(2)), &sharded(4, Some(2)), "1:5 1:5", None),
+            "after step 5, no rank has the state of ranks 0, 2 in memory (shard 0 of 2); rank 0 has that of another number of ranks (shard 0 of 2)"
+        );
+    }
+
+    #[test]
+    fn the_report_with_the_most_numbers_counts_and_the_lowest_holder_gives() {
+        let mesh = ddp(4);
+        let mut reports = reports(&mesh, "- 1:5 1:5 1:4>1:5");
+        let line = |step, val_loss| MetricsLine {
+            step,
+            val_loss,
+            ..MetricsLine::default()
+        };
+        reports[1].as_mut().unwrap().line = Some(line(5, None));
+        reports[2].as_mut().unwrap().line = Some(line(5, Some(1.5)));
+        reports[3].as_mut().unwrap().line = Some(line(4, Some(1.25)));
+        let Decision::GoOn(go_on) = decide(&reports, &mesh, &[GRADIENTS.to_vec()], None) else {
+            panic!("rank 1 has all of it");
+        };
+        assert_eq!(Some(&go_on.state), reports[2].as_ref());
+        assert_eq!(go_on.source(&[0, 1, 2, 3]), Some(1));
+        let text = serde_json::to_string(&Decision::GoOn(go_on.clone())).unwrap();
+        assert_eq!(
+            serde_json::from_str::<Decision>(&text).unwrap(),
+            Decision::GoOn(go_on)
+        );
+    }
 }

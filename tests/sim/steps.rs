@@ -1,0 +1,971 @@
+//! Steps, deaths and recovery: the rule by which ranks commit a step, and [`decide`], under kills before any action.
+//!
+//! A grid of ranks holds a model: `parts` that differ, in copies. The state of a part is a chain of hashes, which each
+//! update extends by the sum of what all data-parallel ranks contributed, each from the parts of its own replica. So one
+//! part of another step, one sample twice or one update too few changes all chains from there on. At the end they must be
+//! those of a run that nothing disturbed. A rank that trained in the generation of the newest state must hold that state.
+
+use std::collections::BTreeMap;
+
+use ddp_proto::env::WorkerEnv;
+use ddp_proto::ids::WorldSize;
+use ddp_worker::config::{Parallel, Pipeline, ShardGroup, Strategy};
+use ddp_worker::mesh::{Axis, GRADIENTS, MeshShape, SAMPLES};
+use ddp_worker::metrics::MetricsLine;
+use ddp_worker::train::{Decision, Held, Place, Version, decide};
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
+
+use crate::{Replay, number};
+
+const STEPS: u64 = 5;
+const VALIDATE_EVERY: u64 = 2;
+const SAVE_EVERY: u64 = 3;
+/// The axes along which ranks hold different parts.
+const PARTS: [Axis; 3] = [Axis::Pipeline, Axis::Shard, Axis::Tensor];
+/// Samples of a data-parallel rank in a step.
+const BATCH: u64 = 2;
+/// More than any run needs.
+const MAX_TICKS: usize = 20_000;
+/// Seeds of one test; they take a few seconds.
+const SEEDS: u64 = 3000;
+/// Seeds among which one must show that a rule is needed.
+const MAX_SEEDS: u64 = 50_000;
+
+#[test]
+fn whoever_dies_the_steps_are_those_of_an_undisturbed_run() {
+    if let Some(seed) = number("DDP_SIM_SEED") {
+        println!("seed {seed}: {:#?}", Run::new(seed, Rules::default()).run());
+        return;
+    }
+    let (first, seeds) = (
+        number("DDP_SIM_FIRST").unwrap_or(0),
+        number("DDP_SIM_SEEDS").unwrap_or(SEEDS),
+    );
+    let mut all = Tally::default();
+    for seed in first..first + seeds {
+        let replay = Replay(seed, "whoever_dies");
+        all.add(Run::new(seed, Rules::default()).run().unwrap());
+        std::mem::forget(replay);
+    }
+    println!("{all:#?}");
+    for action in Action::ALL {
+        assert!(
+            all.kills.contains_key(&action),
+            "no kill before {action:?}: {all:#?}"
+        );
+    }
+    for event in [
+        "kept",
+        "received",
+        "finished alone",
+        "skipped alone",
+        "reloaded",
+        "cut off",
+    ] {
+        assert!(all.events.contains_key(event), "not `{event}`: {all:#?}");
+    }
+}
+
+/// Without the barrier a rank may update while another one lacks what it needs for it, or knows better than to update.
+#[test]
+fn without_the_barrier_shards_of_different_steps_mix() {
+    let rules = Rules {
+        barrier: false,
+        ..Rules::default()
+    };
+    assert_fails(&rules, "cannot finish step");
+    assert_fails(&rules, "mixed");
+}
+
+/// A node that was cut off has finished a step that others did again, on other ranks.
+#[test]
+fn without_generations_states_of_different_worlds_mix() {
+    let rules = Rules {
+        generations: false,
+        ..Rules::default()
+    };
+    assert_fails(&rules, "mixed");
+}
+
+/// Some run must fail so under these rules.
+#[track_caller]
+fn assert_fails(rules: &Rules, how: &str) {
+    let mut errors = (0..MAX_SEEDS).filter_map(|seed| Run::new(seed, rules.clone()).run().err());
+    assert!(
+        errors.any(|error| error.contains(how)),
+        "no run fails with `{how}`"
+    );
+}
+
+/// The rules of a step, to see what becomes of a run without one of them.
+#[derive(Clone)]
+struct Rules {
+    /// No rank updates before all have their sums and the norm.
+    barrier: bool,
+    /// Versions of later generations are newer.
+    generations: bool,
+}
+
+impl Default for Rules {
+    fn default() -> Self {
+        Self {
+            barrier: true,
+            generations: true,
+        }
+    }
+}
+
+/// What runs went through, so that the test cannot pass by avoiding trouble.
+#[derive(Debug, Default)]
+struct Tally {
+    kills: BTreeMap<Action, u64>,
+    events: BTreeMap<&'static str, u64>,
+    generations: u64,
+}
+
+impl Tally {
+    fn count(&mut self, event: &'static str) {
+        *self.events.entry(event).or_default() += 1;
+    }
+
+    fn add(&mut self, other: Self) {
+        for (action, kills) in other.kills {
+            *self.kills.entry(action).or_default() += kills;
+        }
+        for (event, count) in other.events {
+            *self.events.entry(event).or_default() += count;
+        }
+        self.generations += other.generations;
+    }
+}
+
+/// What a rank does next, in the order of a generation. From [`Action::Save`] the next step begins.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Action {
+    Report,
+    Decide,
+    Join,
+    TakeApart,
+    Load,
+    Gather,
+    FirstBucket,
+    LastBucket,
+    Norm,
+    Enter,
+    Leave,
+    Update,
+    /// An update that has collectives ends.
+    Updated,
+    Validate,
+    Record,
+    Save,
+    End,
+}
+
+impl Action {
+    const ALL: [Self; 17] = [
+        Self::Report,
+        Self::Decide,
+        Self::Join,
+        Self::TakeApart,
+        Self::Load,
+        Self::Gather,
+        Self::FirstBucket,
+        Self::LastBucket,
+        Self::Norm,
+        Self::Enter,
+        Self::Leave,
+        Self::Update,
+        Self::Updated,
+        Self::Validate,
+        Self::Record,
+        Self::Save,
+        Self::End,
+    ];
+}
+
+/// The ranks that take part in a collective.
+#[derive(Clone, Copy, Debug)]
+enum Among {
+    All,
+    /// Those that sum the gradients of the same part.
+    Gradients,
+    /// Those that hold one copy of the model.
+    Replica,
+}
+
+/// The ranks of one generation, and what they have exchanged.
+struct World {
+    generation: u64,
+    mesh: MeshShape,
+    /// By rank.
+    processes: Vec<usize>,
+    exchanged: BTreeMap<(u64, Action), Vec<Option<u64>>>,
+    reports: Vec<Option<Option<Held>>>,
+    /// The latest checkpoint, once rank 0 has looked.
+    latest: Option<u64>,
+    decision: Option<Decision>,
+    /// State on its way to each rank.
+    sent: Vec<Option<State>>,
+    /// The generation is over, which its ranks learn one by one.
+    is_over: bool,
+}
+
+/// The state of a part.
+#[derive(Clone, Debug, Default, PartialEq)]
+struct State {
+    chain: u64,
+    /// Data-parallel ranks in each step.
+    history: Vec<u64>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Life {
+    Runs,
+    Parked,
+    Ended,
+}
+
+/// A worker process.
+struct Process {
+    life: Life,
+    /// It does not learn that its generation is over.
+    is_cut_off: bool,
+    world: usize,
+    rank: usize,
+    next: Action,
+    /// `None`: nothing whole.
+    held: Option<Held>,
+    state: State,
+    /// What this rank contributes to the sums of the step, the sums, the ranks that they are of.
+    contribution: u64,
+    sums: u64,
+    of_ranks: u64,
+    /// Whether the numbers of all ranks in this step are finite.
+    is_finite: bool,
+    /// What is due after the step.
+    validates: bool,
+    saves: bool,
+    /// The save that this rank 0 is to complete.
+    saving: Option<u64>,
+    /// The last generation for which it gave up what it had kept.
+    trained_in: u64,
+}
+
+struct Checkpoint {
+    held: Held,
+    states: Vec<State>,
+}
+
+/// How a model lies on ranks.
+#[derive(Clone, Copy, Debug)]
+struct Layout {
+    kind: Kind,
+    parts: usize,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Kind {
+    Shards,
+    Tensor,
+    Pipeline,
+}
+
+impl Layout {
+    fn mesh(self, copies: usize) -> MeshShape {
+        let ranks = (self.parts * copies) as u32;
+        let env = WorkerEnv {
+            world_size: WorldSize(ranks),
+            local_world_size: ranks,
+            ..WorkerEnv::single()
+        };
+        let ddp = Parallel {
+            strategy: Strategy::Ddp,
+            ..Parallel::default()
+        };
+        let parallel = match self.kind {
+            Kind::Shards => Parallel {
+                strategy: Strategy::Zero2,
+                shard_group: Some(ShardGroup::Ranks(self.parts)),
+                ..ddp
+            },
+            Kind::Tensor => Parallel {
+                tensor: self.parts,
+                ..ddp
+            },
+            Kind::Pipeline => Parallel {
+                pipeline: Pipeline {
+                    stages: self.parts,
+                    ..Pipeline::default()
+                },
+                ..ddp
+            },
+        };
+        MeshShape::new(&parallel, &env).expect("copies of parts are a mesh")
+    }
+
+    /// The state of all parts after these steps, and the number of updates, when nothing disturbs it.
+    fn undisturbed(self, seed: u64, history: &[u64]) -> (Vec<u64>, u64) {
+        let mut chains: Vec<u64> = (0..self.parts as u64)
+            .map(|part| first_chain(seed, part))
+            .collect();
+        let (mut sample, mut updates) = (0, 0);
+        for (step, &ranks) in history.iter().enumerate() {
+            let whole = chains.iter().fold(0, |whole, &chain| mix(whole, chain));
+            let of_ranks: Vec<u64> = (0..ranks).map(|rank| sample + rank * BATCH).collect();
+            sample += ranks * BATCH;
+            if !of_ranks.iter().all(|&sample| is_finite(seed, sample)) {
+                continue;
+            }
+            updates += 1;
+            for (part, chain) in chains.iter_mut().enumerate() {
+                let contributions: Vec<u64> = of_ranks.iter().map(|&sample| mix(whole, sample)).collect();
+                let sums =
+                    [Action::FirstBucket, Action::LastBucket].map(|bucket| sum(&contributions, part, bucket));
+                *chain = mix(*chain, mix(sums[0].wrapping_add(sums[1]), step as u64));
+            }
+        }
+        (chains, updates)
+    }
+}
+
+fn mix(a: u64, b: u64) -> u64 {
+    let mut x = a
+        .wrapping_add(b.wrapping_mul(0x9e37_79b9_7f4a_7c15))
+        .wrapping_add(1);
+    x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    x ^ (x >> 31)
+}
+
+fn first_chain(seed: u64, part: u64) -> u64 {
+    mix(seed, part)
+}
+
+/// Whether the loss of the samples from this one is a number.
+fn is_finite(seed: u64, sample: u64) -> bool {
+    !mix(seed ^ 0x5eed, sample).is_multiple_of(24)
+}
+
+/// The sum of a bucket of a part's gradient.
+fn sum(contributions: &[u64], part: usize, bucket: Action) -> u64 {
+    let of_bucket = contributions
+        .iter()
+        .map(|&value| mix(mix(value, part as u64), bucket as u64));
+    of_bucket.fold(0, u64::wrapping_add)
+}
+
+/// One run, from a seed.
+struct Run {
+    seed: u64,
+    rules: Rules,
+    rng: StdRng,
+    layout: Layout,
+    /// Number of copies, at least and at most.
+    copies: [usize; 2],
+    has_collective_updates: bool,
+    /// Ranks that give state away keep it while they do.
+    keeps_while_loading: bool,
+    /// Probability that a rank learns of the end of its generation before its next action.
+    promptness: f64,
+    /// Probability of a fault before an action.
+    fault: f64,
+    faults_left: u32,
+    processes: Vec<Process>,
+    worlds: Vec<World>,
+    checkpoint: Option<Checkpoint>,
+    /// The generation that may complete checkpoints.
+    owner: u64,
+    metrics: Vec<(u64, bool)>,
+    tally: Tally,
+}
+
+impl Run {
+    fn new(seed: u64, rules: Rules) -> Self {
+        let mut rng = StdRng::seed_from_u64(seed);
+        let kind = [Kind::Shards, Kind::Tensor, Kind::Pipeline][rng.random_range(0..3)];
+        let layout = Layout {
+            kind,
+            parts: rng.random_range(1..=3),
+        };
+        let most = rng.random_range(1..=3);
+        let least = if rng.random_bool(0.5) { most } else { 1 };
+        let mut run = Self {
+            seed,
+            rules,
+            layout,
+            copies: [least, most],
+            has_collective_updates: rng.random_bool(0.2),
+            keeps_while_loading: rng.random_bool(0.5),
+            promptness: [0.02, 0.2, 0.9][rng.random_range(0..3)],
+            fault: [0.005, 0.02, 0.1][rng.random_range(0..3)],
+            faults_left: rng.random_range(0..=8),
+            rng,
+            processes: Vec::new(),
+            worlds: Vec::new(),
+            checkpoint: None,
+            owner: 0,
+            metrics: Vec::new(),
+            tally: Tally::default(),
+        };
+        run.begin_generation(most);
+        run
+    }
+
+    fn run(mut self) -> Result<Tally, String> {
+        for _ in 0..MAX_TICKS {
+            if self.faults_left > 0 && self.rng.random_bool(self.fault) {
+                self.faults_left -= 1;
+                self.fault();
+            }
+            let first = self.rng.random_range(0..self.processes.len());
+            let mut has_moved = false;
+            for process in (first..self.processes.len()).chain(0..first) {
+                has_moved = self.turn(process)?;
+                if has_moved {
+                    break;
+                }
+            }
+            let world = self.worlds.last().expect("a run has a generation");
+            let mut of_world = world.processes.iter().map(|&process| &self.processes[process]);
+            if !world.is_over {
+                if of_world.all(|process| process.life == Life::Ended) {
+                    return self.end();
+                }
+                if !has_moved {
+                    return Err("all ranks wait".to_owned());
+                }
+            } else if of_world.all(|process| process.life != Life::Runs || process.is_cut_off)
+                && (!has_moved || self.rng.random_bool(0.3))
+            {
+                let copies = self.rng.random_range(self.copies[0]..=self.copies[1]);
+                self.begin_generation(copies);
+            }
+        }
+        Err("the run does not come to rest".to_owned())
+    }
+
+    /// A process dies, is cut off, or comes back; or the number of ranks is to change.
+    fn fault(&mut self) {
+        let current = self.worlds.len() - 1;
+        let lives = |process: &usize| self.processes[*process].life != Life::Ended;
+        let living: Vec<usize> = (0..self.processes.len()).filter(lives).collect();
+        let it = &mut self.processes[living[self.rng.random_range(0..living.len())]];
+        let is_elastic = self.copies[0] < self.copies[1];
+        let is_alone = self.worlds[current].processes.len() == 1;
+        match self.rng.random_range(0..8) {
+            0 | 1 if it.is_cut_off => {
+                it.is_cut_off = false;
+                self.worlds[current].is_over |= is_elastic;
+            }
+            0 | 1 if it.life == Life::Runs && it.world == current && !is_alone => {
+                it.is_cut_off = true;
+                self.worlds[current].is_over = true;
+                self.tally.count("cut off");
+            }
+            2 => self.worlds[current].is_over |= is_elastic,
+            _ => {
+                it.life = Life::Ended;
+                *self.tally.kills.entry(it.next).or_default() += 1;
+                let world = it.world;
+                self.worlds[world].is_over = true;
+            }
+        }
+    }
+
+    /// Gives ranks to those that are parked and to new processes, when all others have left the generation.
+    fn begin_generation(&mut self, copies: usize) {
+        let mesh = self.layout.mesh(copies);
+        let world = self.worlds.len();
+        let is_parked = |process: &usize| self.processes[*process].life == Life::Parked;
+        let parked: Vec<usize> = (0..self.processes.len()).filter(is_parked).collect();
+        let is_shuffled = self.rng.random_bool(0.1);
+        let mut members = vec![None; mesh.ranks()];
+        let mut others = Vec::new();
+        for process in parked {
+            let it = &self.processes[process];
+            let keeps_rank = it.world + 1 == world && !is_shuffled;
+            match members
+                .get_mut(it.rank)
+                .filter(|member| keeps_rank && member.is_none())
+            {
+                Some(member) => *member = Some(process),
+                None => others.push(process),
+            }
+        }
+        for (rank, member) in members.iter_mut().enumerate() {
+            let next = if others.is_empty() {
+                0
+            } else {
+                self.rng.random_range(0..others.len())
+            };
+            let process = member.or_else(|| (!others.is_empty()).then(|| others.swap_remove(next)));
+            let process = process.unwrap_or_else(|| {
+                self.processes.push(Process::new());
+                self.processes.len() - 1
+            });
+            *member = Some(process);
+            let it = &mut self.processes[process];
+            (it.life, it.world, it.rank, it.next) = (Life::Runs, world, rank, Action::Report);
+        }
+        for process in others {
+            self.processes[process].life = Life::Ended;
+        }
+        self.tally.generations += 1;
+        self.worlds.push(World {
+            generation: world as u64 + 1,
+            processes: members.into_iter().flatten().collect(),
+            exchanged: BTreeMap::new(),
+            reports: vec![None; mesh.ranks()],
+            latest: None,
+            decision: None,
+            sent: vec![None; mesh.ranks()],
+            is_over: false,
+            mesh,
+        });
+    }
+
+    /// Whether a process could do anything.
+    fn turn(&mut self, process: usize) -> Result<bool, String> {
+        let it = &self.processes[process];
+        if it.life != Life::Runs {
+            return Ok(false);
+        }
+        let learns = self.worlds[it.world].is_over && !it.is_cut_off;
+        if !(learns && self.rng.random_bool(self.promptness)) && self.act(process)? {
+            return Ok(true);
+        }
+        if learns {
+            self.park(process);
+        }
+        Ok(learns)
+    }
+
+    /// A process leaves its generation, and keeps what is whole of the state.
+    fn park(&mut self, process: usize) {
+        let it = &mut self.processes[process];
+        it.life = Life::Parked;
+        it.saving = None;
+        if it.next == Action::Updated || (it.next == Action::Load && !self.keeps_while_loading) {
+            it.held = None;
+        }
+    }
+
+    /// Does the next action of a process, unless it has to wait for others.
+    fn act(&mut self, process: usize) -> Result<bool, String> {
+        let Process {
+            rank, next, world, ..
+        } = self.processes[process];
+        if self.completes_save(process)? {
+            return Ok(true);
+        }
+        let behind = match next {
+            Action::Report => self.report(process),
+            Action::Decide => self.decide(world)?,
+            Action::Join => self.exchange(process, Among::All, 0).map(|_| Action::TakeApart),
+            Action::TakeApart => Some(self.take_apart(process)),
+            Action::Load => self.load(process),
+            Action::Validate => self.validate(process),
+            Action::Record => Some(self.record(process)),
+            Action::Save => self.save(process),
+            Action::End => {
+                let is_saved = self.processes[process].saving.is_none();
+                let all = is_saved.then(|| self.exchange(process, Among::All, 0)).flatten();
+                if all.is_some() {
+                    self.processes[process].life = Life::Ended;
+                }
+                return Ok(all.is_some());
+            }
+            _ => self.train(process, rank),
+        };
+        if let Some(behind) = behind {
+            self.processes[process].next = behind;
+        }
+        Ok(behind.is_some())
+    }
+
+    /// Hands a value in, once, and returns those of all when they are there.
+    fn exchange(&mut self, process: usize, among: Among, value: u64) -> Option<Vec<u64>> {
+        let it = &self.processes[process];
+        let world = &mut self.worlds[it.world];
+        let is_joining = it.next == Action::Join;
+        let step = (it.held.as_ref().filter(|_| !is_joining)).map_or(0, |held| held.version.step);
+        let values = world
+            .exchanged
+            .entry((step, it.next))
+            .or_insert_with(|| vec![None; world.mesh.ranks()]);
+        values[it.rank] = Some(value);
+        let members = match among {
+            Among::All => (0..world.mesh.ranks()).collect(),
+            Among::Gradients => world.mesh.members(it.rank, &GRADIENTS),
+            Among::Replica => world.mesh.members(it.rank, &PARTS),
+        };
+        members.into_iter().map(|rank| values[rank]).collect()
+    }
+
+    fn report(&mut self, process: usize) -> Option<Action> {
+        let it = &self.processes[process];
+        let world = &mut self.worlds[it.world];
+        if it.rank == 0 {
+            self.owner = self.owner.max(world.generation);
+            world.latest = Some(
+                self.checkpoint
+                    .as_ref()
+                    .map_or(0, |saved| saved.held.version.step),
+            );
+        }
+        let mut report = it.held.clone();
+        if let Some(held) = report.as_mut().filter(|_| !self.rules.generations) {
+            held.version.generation = 0;
+            held.unfinished
+                .iter_mut()
+                .for_each(|version| version.generation = 0);
+        }
+        world.reports[it.rank] = Some(report);
+        Some(Action::Decide)
+    }
+
+    fn decide(&mut self, world: usize) -> Result<Option<Action>, String> {
+        let world = &mut self.worlds[world];
+        let reports: Option<Vec<Option<Held>>> = world.reports.iter().cloned().collect();
+        let (Some(reports), Some(latest)) = (reports, world.latest) else {
+            return Ok(None);
+        };
+        if world.decision.is_some() {
+            return Ok(Some(Action::Join));
+        }
+        let decision = decide(&reports, &world.mesh, &[GRADIENTS.to_vec()], Some(latest));
+        let newest = reports.iter().flatten().map(|held| held.version).max();
+        for (rank, held) in reports.iter().enumerate() {
+            let (Some(held), Some(newest)) = (held, newest) else {
+                continue;
+            };
+            let it = &self.processes[world.processes[rank]];
+            if it.trained_in == newest.generation && held.version != newest && held.unfinished != Some(newest)
+            {
+                return Err(format!(
+                    "rank {rank} has {held:?} and cannot finish step {}",
+                    newest.step
+                ));
+            }
+        }
+        self.tally.count(match &decision {
+            Decision::GoOn(_) => "kept",
+            Decision::Reload { reason: Some(_) } => "reloaded",
+            Decision::Reload { reason: None } => "begun",
+        });
+        world.decision = Some(decision);
+        Ok(Some(Action::Join))
+    }
+
+    /// Finishes the step that this rank was in, if another has; gives up what is of no use.
+    fn take_apart(&mut self, process: usize) -> Action {
+        let it = &mut self.processes[process];
+        let world = &mut self.worlds[it.world];
+        it.trained_in = world.generation;
+        let go_on = match &world.decision {
+            Some(Decision::GoOn(go_on)) if go_on.holders[it.rank] => go_on,
+            _ => {
+                it.held = None;
+                return Action::Load;
+            }
+        };
+        let held = it.held.as_mut().expect("a holder holds something");
+        if held.version.step != go_on.state.version.step {
+            it.state.history.push(it.of_ranks);
+            if go_on.state.updates > held.updates {
+                it.state.chain = mix(it.state.chain, mix(it.sums, held.version.step));
+                self.tally.count("finished alone");
+            } else {
+                self.tally.count("skipped alone");
+            }
+        }
+        let place = held.place.clone();
+        *held = Held {
+            place,
+            unfinished: None,
+            ..go_on.state.clone()
+        };
+        for rank in world.mesh.members(it.rank, &[Axis::Replicate]) {
+            let copies = world.mesh.members(rank, &world.mesh.copied_along(&GRADIENTS));
+            if !go_on.holders[rank] && go_on.source(&copies) == Some(it.rank) {
+                world.sent[rank] = Some(it.state.clone());
+            }
+        }
+        Action::Load
+    }
+
+    fn load(&mut self, process: usize) -> Option<Action> {
+        let it = &mut self.processes[process];
+        let world = &mut self.worlds[it.world];
+        let latest = world.latest.unwrap_or(0);
+        let (mesh, part) = (&world.mesh, world.mesh.index(it.rank, &PARTS));
+        let place = Place::of(mesh, it.rank);
+        match &world.decision {
+            Some(Decision::GoOn(go_on)) => {
+                if !go_on.holders[it.rank] {
+                    it.state = world.sent[it.rank].take()?;
+                    it.held = Some(Held {
+                        place,
+                        unfinished: None,
+                        ..go_on.state.clone()
+                    });
+                    self.tally.count("received");
+                }
+                let step = go_on.state.version.step;
+                let is_validated = go_on
+                    .state
+                    .line
+                    .as_ref()
+                    .is_some_and(|line| line.val_loss.is_some());
+                it.validates = is_due(step, VALIDATE_EVERY) && !is_validated;
+                it.saves = is_due(step, SAVE_EVERY) && latest < step;
+            }
+            _ => {
+                let version = Version {
+                    generation: world.generation,
+                    step: latest,
+                };
+                let saved = self
+                    .checkpoint
+                    .as_ref()
+                    .filter(|saved| saved.held.version.step == latest);
+                it.state = saved.map_or_else(
+                    || State {
+                        chain: first_chain(self.seed, part as u64),
+                        history: Vec::new(),
+                    },
+                    |saved| saved.states[part].clone(),
+                );
+                it.held = Some(Held {
+                    version,
+                    unfinished: None,
+                    updates: saved.map_or(0, |saved| saved.held.updates),
+                    samples: saved.map_or(0, |saved| saved.held.samples),
+                    batch: None,
+                    place,
+                    line: None,
+                });
+                (it.validates, it.saves) = (false, false);
+            }
+        }
+        Some(Action::Validate)
+    }
+
+    /// The actions of a step.
+    fn train(&mut self, process: usize, rank: usize) -> Option<Action> {
+        let (world, next) = (self.processes[process].world, self.processes[process].next);
+        let mesh = self.worlds[world].mesh;
+        let part = mesh.index(rank, &PARTS);
+        let held = self.processes[process]
+            .held
+            .as_ref()
+            .expect("a rank that trains holds its part");
+        let (step, sample) = (
+            held.version.step,
+            held.samples + mesh.index(rank, &SAMPLES) as u64 * BATCH,
+        );
+        let value = match next {
+            Action::Gather => self.processes[process].state.chain,
+            Action::Leave => u64::from(is_finite(self.seed, sample)),
+            _ => self.processes[process].contribution,
+        };
+        let exchanged = match next {
+            Action::Gather | Action::Norm => self.exchange(process, Among::Replica, value)?,
+            Action::FirstBucket | Action::LastBucket => self.exchange(process, Among::Gradients, value)?,
+            Action::Leave => match self.exchange(process, Among::All, value) {
+                None if self.rules.barrier => return None,
+                rows => rows.unwrap_or_default(),
+            },
+            Action::Updated => self.exchange(process, Among::Replica, value)?,
+            _ => Vec::new(),
+        };
+        let it = &mut self.processes[process];
+        let version = Version {
+            generation: self.worlds[world].generation,
+            step: step + 1,
+        };
+        let held = it.held.as_mut()?;
+        Some(match next {
+            Action::Gather => {
+                let whole = exchanged.iter().fold(0, |whole, &chain| mix(whole, chain));
+                (it.contribution, it.sums) = (mix(whole, sample), 0);
+                it.of_ranks = mesh.size(&SAMPLES) as u64;
+                Action::FirstBucket
+            }
+            Action::FirstBucket | Action::LastBucket => {
+                it.sums = it.sums.wrapping_add(sum(&exchanged, part, next));
+                if next == Action::FirstBucket {
+                    Action::LastBucket
+                } else {
+                    Action::Norm
+                }
+            }
+            Action::Norm => Action::Enter,
+            Action::Enter => {
+                held.unfinished = Some(version);
+                Action::Leave
+            }
+            Action::Leave => {
+                it.is_finite = !exchanged.contains(&0);
+                Action::Update
+            }
+            Action::Update if self.has_collective_updates => Action::Updated,
+            _ => {
+                if it.is_finite {
+                    it.state.chain = mix(it.state.chain, mix(it.sums, step));
+                    held.updates += 1;
+                }
+                it.state.history.push(it.of_ranks);
+                held.samples += it.of_ranks * BATCH;
+                (held.version, held.unfinished) = (version, None);
+                held.line = Some(MetricsLine {
+                    step: step + 1,
+                    ..MetricsLine::default()
+                });
+                (it.validates, it.saves) = (is_due(step + 1, VALIDATE_EVERY), is_due(step + 1, SAVE_EVERY));
+                Action::Validate
+            }
+        })
+    }
+
+    fn validate(&mut self, process: usize) -> Option<Action> {
+        if self.processes[process].validates {
+            self.exchange(process, Among::All, 0)?;
+            let held = self.processes[process].held.as_mut()?;
+            held.line.iter_mut().for_each(|line| line.val_loss = Some(1.0));
+        }
+        Some(Action::Record)
+    }
+
+    /// Rank 0 writes the numbers of the step behind those of the steps before.
+    fn record(&mut self, process: usize) -> Action {
+        let it = &self.processes[process];
+        if let (0, Some(held)) = (it.rank, &it.held)
+            && self.worlds[it.world].generation == self.owner
+        {
+            let line = held
+                .line
+                .as_ref()
+                .map(|line| (line.step, line.val_loss.is_some()));
+            self.metrics
+                .retain(|(step, _)| *step < held.version.step + u64::from(line.is_none()));
+            self.metrics.extend(line);
+        }
+        Action::Save
+    }
+
+    /// Each rank hands in a copy of its state; rank 0 completes the checkpoint when it has them.
+    fn save(&mut self, process: usize) -> Option<Action> {
+        let it = &self.processes[process];
+        let step = it.held.as_ref()?.version.step;
+        if it.saves {
+            if it.saving.is_some() {
+                return None;
+            }
+            self.exchange(process, Among::All, self.processes[process].state.chain);
+            let it = &mut self.processes[process];
+            it.saving = (it.rank == 0).then_some(step);
+        }
+        Some(if step == STEPS {
+            Action::End
+        } else {
+            Action::Gather
+        })
+    }
+
+    /// Rank 0 may complete a save at any time after all ranks have handed in their copies.
+    fn completes_save(&mut self, process: usize) -> Result<bool, String> {
+        let it = &self.processes[process];
+        let Some(step) = it.saving else { return Ok(false) };
+        let waits = matches!(it.next, Action::Save | Action::End);
+        let (world, held) = (&self.worlds[it.world], it.held.as_ref());
+        let copies: Option<Vec<u64>> = world.exchanged[&(step, Action::Save)].iter().copied().collect();
+        let (Some(copies), Some(held), true) = (copies, held, waits || self.rng.random_bool(0.3)) else {
+            return Ok(false);
+        };
+        let history = it.state.history[..step as usize].to_vec();
+        let (chains, updates) = self.layout.undisturbed(self.seed, &history);
+        let part = |rank| world.mesh.index(rank, &PARTS);
+        if (0..copies.len()).any(|rank| copies[rank] != chains[part(rank)]) {
+            return Err(format!(
+                "the checkpoint of step {step} is mixed: {copies:x?}, not {chains:x?}"
+            ));
+        }
+        if world.generation == self.owner {
+            let version = Version { step, ..held.version };
+            let states = chains.into_iter().map(|chain| State {
+                chain,
+                history: history.clone(),
+            });
+            self.checkpoint = Some(Checkpoint {
+                states: states.collect(),
+                held: Held {
+                    version,
+                    updates,
+                    samples: history.iter().sum::<u64>() * BATCH,
+                    ..held.clone()
+                },
+            });
+        }
+        self.processes[process].saving = None;
+        Ok(true)
+    }
+
+    /// All steps are done: state, last checkpoint and metrics are those of a run that nothing disturbed.
+    fn end(self) -> Result<Tally, String> {
+        let world = self.worlds.last().expect("a run has a generation");
+        for (rank, &process) in world.processes.iter().enumerate() {
+            let State { chain, history } = &self.processes[process].state;
+            let (chains, updates) = self.layout.undisturbed(self.seed, history);
+            let held = self.processes[process]
+                .held
+                .as_ref()
+                .ok_or("an ended rank holds nothing")?;
+            let part = world.mesh.index(rank, &PARTS);
+            let samples = history.iter().sum::<u64>() * BATCH;
+            if *chain != chains[part] || (held.updates, held.samples) != (updates, samples) {
+                return Err(format!(
+                    "rank {rank} is mixed: {chain:x} of {history:?}, {held:?}"
+                ));
+            }
+        }
+        let lines: Vec<_> = (1..=STEPS)
+            .map(|step| (step, is_due(step, VALIDATE_EVERY)))
+            .collect();
+        if self.metrics != lines {
+            return Err(format!("the metrics are {:?}", self.metrics));
+        }
+        match &self.checkpoint {
+            Some(saved) if saved.held.version.step == STEPS => Ok(self.tally),
+            _ => Err("the last checkpoint is missing".to_owned()),
+        }
+    }
+}
+
+impl Process {
+    fn new() -> Self {
+        Self {
+            life: Life::Runs,
+            is_cut_off: false,
+            world: 0,
+            rank: 0,
+            next: Action::Report,
+            held: None,
+            state: State::default(),
+            contribution: 0,
+            sums: 0,
+            of_ranks: 0,
+            is_finite: true,
+            validates: false,
+            saves: false,
+            saving: None,
+            trained_in: 0,
+        }
+    }
+}
+
+fn is_due(step: u64, every: u64) -> bool {
+    step == STEPS || (step > 0 && step.is_multiple_of(every))
+}
