@@ -427,6 +427,18 @@ impl Held {
     pub fn abandon(mut self) {
         self.abandoned = true;
     }
+
+    /// The same, but for a range of the elements that peers at most read.
+    pub fn abandon_but(self, spared: Range<usize>) {
+        let buffer = &self.buffer;
+        let mut borrows = buffer.arena.0.backing.borrows.lock();
+        let given_up = [0..spared.start, spared.end..buffer.len()].map(|range| buffer.slice(range));
+        borrows.extend(given_up.map(|part| Borrow {
+            bytes: part.arena.bytes_of(&part.range),
+            access: Access::Abandoned,
+        }));
+        // Then the hold of all of them ends.
+    }
 }
 
 impl Drop for Held {
@@ -567,6 +579,17 @@ mod tests {
             "`test` elements 5..8 are in use for an operation that failed, which other ranks may still carry out while they are wanted for reading"
         );
         assert!(arena.slice(6..10).host_mut::<f32>().is_ok());
+    }
+
+    #[test]
+    fn what_peers_only_read_is_lent_again() {
+        let arena = arena(10);
+        arena.slice(1..9).hold().unwrap().abandon_but(2..4);
+        assert!(arena.slice(3..5).host_mut::<f32>().is_ok());
+        for given_up in [2..4, 4..6, 8..10] {
+            assert!(arena.slice(given_up).host::<f32>().is_err());
+        }
+        assert!(arena.slice(0..1).host::<f32>().is_ok());
     }
 
     #[test]

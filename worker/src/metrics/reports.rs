@@ -22,6 +22,7 @@ const PICTURE: &str = "timeline.svg";
 pub struct MetricsLog {
     path: PathBuf,
     file: File,
+    last_step: u64,
     validations: Validations,
 }
 
@@ -47,7 +48,7 @@ impl MetricsLog {
     /// Opens `path` for appending after the lines of `step` finished steps: later lines, and a line that was
     /// cut off by a crash, are dropped first. A missing file is an empty one.
     pub fn open(path: &Path, step: u64) -> Result<Self, RunFilesError> {
-        let validations = Self::drop_after(path, step)?;
+        let (last_step, validations) = Self::drop_after(path, step)?;
         let file = OpenOptions::new()
             .create(true)
             .append(true)
@@ -56,8 +57,14 @@ impl MetricsLog {
         Ok(Self {
             path: path.to_owned(),
             file,
+            last_step,
             validations,
         })
+    }
+
+    /// Step of the last line; 0 without lines.
+    pub const fn last_step(&self) -> u64 {
+        self.last_step
     }
 
     /// The validation losses of all lines, including those from before it was opened.
@@ -69,6 +76,7 @@ impl MetricsLog {
     /// killed worker loses none. What of it fits on a full disk is taken back, so that later lines are whole. In a deleted
     /// file it is lost.
     pub fn append(&mut self, line: &MetricsLine) -> Result<(), RunFilesError> {
+        self.last_step = line.step;
         if let Some(loss) = line.val_loss {
             self.validations.add(line.step, loss);
         }
@@ -93,13 +101,14 @@ impl MetricsLog {
             .ok_or_else(|| RunFilesError::Gone(self.path.clone()))
     }
 
-    fn drop_after(path: &Path, step: u64) -> Result<Validations, RunFilesError> {
+    fn drop_after(path: &Path, step: u64) -> Result<(u64, Validations), RunFilesError> {
         let mut old = Vec::new();
         match open_to_read(path).and_then(|mut file| file.read_to_end(&mut old)) {
-            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Validations::default()),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok((0, Validations::default())),
             read => read.map_err(|e| RunFilesError::io("read", path, &e))?,
         };
-        let (mut kept, mut validations) = (Vec::with_capacity(old.len()), Validations::default());
+        let (mut kept, mut validations, mut last_step) =
+            (Vec::with_capacity(old.len()), Validations::default(), 0);
         for line in old
             .split_inclusive(|b| *b == b'\n')
             .filter(|line| line.ends_with(b"\n"))
@@ -109,6 +118,7 @@ impl MetricsLog {
             };
             if found.step <= step {
                 kept.extend(line);
+                last_step = found.step;
                 if let Some(loss) = found.val_loss {
                     validations.add(found.step, loss);
                 }
@@ -117,7 +127,7 @@ impl MetricsLog {
         if kept != old {
             replace_file(path, &kept)?;
         }
-        Ok(validations)
+        Ok((last_step, validations))
     }
 }
 

@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 use crate::collective::{Communicator, Launch, Traffic, Work};
 use crate::config::Train;
-use crate::device::{Arena, ArenaSpec, Buffer, Compute, DType, StateMemory};
+use crate::device::{Arena, ArenaSpec, Buffer, Compute, DType, DeviceError, StateMemory};
 use crate::ops::{CHUNK, ClipScale, SquaredNorm, UPDATE_NUMBERS, Updates};
 use crate::parallel::{ArenaShare, NormOrder, ReduceError, ReplicaSet, Sharding};
 
@@ -102,6 +102,18 @@ impl Clip {
         let updates = i32::try_from(updates).unwrap_or(i32::MAX);
         self.compute.upload(&self.updates.whole(), &[updates]);
         self.release();
+    }
+
+    /// Updates so far, of all that is in the stream: synchronises.
+    pub fn updates(&self) -> Result<u64, DeviceError> {
+        let bytes = self.compute.download(&self.updates.whole())?;
+        Ok(u64::from(bytemuck::pod_read_unaligned::<u32>(&bytes)))
+    }
+
+    /// Without the other ranks. What was measured can still be finished.
+    #[must_use]
+    pub fn alone(self) -> Self {
+        Self { owners: None, ..self }
     }
 
     /// After a skipped step: the next one may count again.

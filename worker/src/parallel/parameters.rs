@@ -57,11 +57,17 @@ pub struct ParameterMemory {
     pub policy: ReshardPolicy,
     /// Where this rank's shard lies, if not beside what is gathered.
     pub home: Option<Arc<StateMemory>>,
+    /// What this rank owned in the generation before, if its layout is the same. It is used in place, unless ranks share it.
+    pub kept: Option<ArenaShare>,
 }
 
 impl From<ReshardPolicy> for ParameterMemory {
     fn from(policy: ReshardPolicy) -> Self {
-        Self { policy, home: None }
+        Self {
+            policy,
+            home: None,
+            kept: None,
+        }
     }
 }
 
@@ -99,7 +105,7 @@ struct Gathered {
 }
 
 impl Parameters {
-    /// Zeros. Every rank of `set` must call it.
+    /// Zeros, or what was kept. Every rank of `set` must call it.
     pub fn new(
         set: &ReplicaSet,
         compute: &Compute,
@@ -107,16 +113,17 @@ impl Parameters {
         sharding: &Arc<Sharding>,
         memory: ParameterMemory,
     ) -> Result<Self, ReduceError> {
-        let ParameterMemory { policy, home } = memory;
+        let ParameterMemory { policy, home, kept } = memory;
         let (comm, device) = (&set.groups[0].gathers, &compute.device);
         let home = home.unwrap_or_else(|| Arc::new(StateMemory::on_device(device.clone())));
         let plan = GatherPlan::new(model, sharding, policy, home.place());
         let shared = |name, len| comm.alloc_shared(device, &ArenaSpec::on_node(name, model.dtype(), len));
-        let private = |len| device.alloc(&ArenaSpec::private("parameters", model.dtype(), len));
+        let kept = kept.map(|own| Ok(own.arena().clone()));
+        let spec = |len| ArenaSpec::private("parameters", model.dtype(), len);
         let (own, slots, choice) = if policy == ReshardPolicy::KeepAll {
             let arena = match sharding.world() {
                 // Private memory can have huge pages.
-                1 => private(sharding.whole_len())?,
+                1 => kept.unwrap_or_else(|| device.alloc(&spec(sharding.whole_len())))?,
                 _ => shared("parameters", sharding.whole_len())?,
             };
             let slots = sharding
@@ -127,8 +134,8 @@ impl Parameters {
             (ArenaShare::Whole(arena), slots, choice)
         } else {
             let (sizes, choice) = plan.slots(sharding);
-            let spec = ArenaSpec::private("parameters", model.dtype(), sharding.shard_len());
-            let own = ArenaShare::Shard(home.alloc(&spec)?);
+            let len = sharding.shard_len();
+            let own = ArenaShare::Shard(kept.unwrap_or_else(|| home.alloc(&spec(len)))?);
             let slot = |len| shared("gathered parameters", len).map(|arena| arena.whole());
             let slots = sizes.into_iter().map(slot).collect::<Result<Vec<_>, _>>()?;
             (own, slots, choice)

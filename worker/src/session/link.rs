@@ -24,6 +24,8 @@ use super::{Cancel, StopRequest, cancel, stacks};
 
 /// How long [`Link::shutdown`] waits for queued lines.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(1);
+/// Longest wait for the next generation. The agent ends it where no generation follows.
+const PARKED_TIMEOUT: Duration = Duration::from_hours(24);
 /// Longest text of an answer to a question of the agent; a line holds more, with its quotes.
 const MAX_ANSWER_BYTES: usize = 256 << 10;
 /// Bytes that are read at once.
@@ -100,13 +102,16 @@ impl Shared {
 }
 
 impl Link {
-    /// Connects, says hello, waits for the assignment, and starts the threads.
+    /// Connects, says hello, waits for the assignment, and starts the threads. A worker that outlives its generation, which
+    /// is that of `env`, waits for the next one.
     pub(super) fn connect(
         address: &str,
         env: &WorkerEnv,
         times: Times,
+        outlives: bool,
     ) -> Result<(Self, WorkerAssignment), SessionError> {
-        let deadline = Instant::now() + times.handshake;
+        let patience = if outlives { PARKED_TIMEOUT } else { times.handshake };
+        let deadline = Instant::now() + patience;
         let no_assignment =
             |cause: &str| SessionError::Lost(format!("the agent at `{address}` sent no assignment: {cause}"));
         let mut link = Self {
@@ -120,7 +125,7 @@ impl Link {
             generation: env.generation,
             pid: std::process::id(),
             listens: true,
-            outlives: false,
+            outlives,
         });
         // From here on a write may block for as long as the agent does not read: only the writer thread
         // writes, and a shutdown of the socket wakes it.

@@ -1,6 +1,7 @@
 //! The session of a worker in its job.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant, SystemTime};
 
 use ddp_proto::control::{Phase, Progress, Sizes, ToAgent};
@@ -15,6 +16,8 @@ use super::{Cancel, KeyValue, MemoryStore, StopRequest};
 const FAIL_TIMEOUT: Duration = Duration::from_secs(1);
 /// How long [`Session::verdict`] waits for the agent's message.
 const VERDICT_TIMEOUT: Duration = Duration::from_secs(1);
+/// The same of a worker that can go on if another one has failed, and restarts if none has.
+const PARKING_TIMEOUT: Duration = Duration::from_secs(5);
 /// Longest failure message that is sent.
 const MAX_FAILURE_BYTES: usize = 8 << 10;
 
@@ -29,6 +32,8 @@ pub struct Session {
     cancel: Cancel,
     stop: StopRequest,
     link: Option<Arc<Link>>,
+    /// This process can go on in the next generation.
+    outlives: Arc<AtomicBool>,
 }
 
 impl Session {
@@ -60,7 +65,7 @@ impl Session {
         let env = WorkerEnv::parse(get)?;
         let ranks = env.world_size.get();
         match env.control.clone() {
-            Some(address) => Self::connect(env, &address, times),
+            Some(address) => Self::connect(env, &address, times, Arc::default()),
             None if ranks == 1 => Ok(Self::in_process(env, Arc::new(MemoryStore::default()))),
             None => Err(SessionError::Refused(format!(
                 "`WORLD_SIZE` is {ranks}, but `DDP_CONTROL` is not set: the ranks cannot find each other\n  hint: start the program with `ddp-run --nproc-per-node {ranks}`; other launchers have no control socket"
@@ -79,6 +84,7 @@ impl Session {
             cancel: Cancel::new(),
             stop: StopRequest::default(),
             link: None,
+            outlives: Arc::default(),
         }
     }
 
@@ -89,8 +95,35 @@ impl Session {
         self
     }
 
-    fn connect(initial: WorkerEnv, address: &str, times: Times) -> Result<Self, SessionError> {
-        let (link, assigned) = Link::connect(address, &initial, times)?;
+    /// Leaves the generation, which is over, and waits for this worker's place in the next one. Fails if none follows, and
+    /// without an agent.
+    pub fn park(&self) -> Result<Self, SessionError> {
+        let (Some(link), Some(address)) = (&self.link, &self.env.control) else {
+            return Err(SessionError::Lost("no agent has another place".into()));
+        };
+        link.shutdown();
+        Self::connect(self.env.clone(), address, TIMES, self.outlives.clone())
+    }
+
+    /// True if this process can go on in the next generation ([`Session::park`]).
+    pub fn outlives(&self) -> bool {
+        self.outlives.load(Ordering::Relaxed)
+    }
+
+    /// From now on it can.
+    pub fn set_outlives(&self) {
+        self.outlives.store(true, Ordering::Relaxed);
+    }
+
+    /// `outlives` is set where the worker comes from another generation.
+    fn connect(
+        initial: WorkerEnv,
+        address: &str,
+        times: Times,
+        outlives: Arc<AtomicBool>,
+    ) -> Result<Self, SessionError> {
+        let is_parked = outlives.load(Ordering::Relaxed);
+        let (link, assigned) = Link::connect(address, &initial, times, is_parked)?;
         let mut env = WorkerEnv::parse(|name| assigned.env.get(name).cloned())
             .map_err(|e| SessionError::Refused(format!("the agent's assignment cannot be used: {e}")))?;
         env.generation = assigned.generation;
@@ -104,6 +137,7 @@ impl Session {
             cancel: link.shared.cancel.clone(),
             stop: link.shared.stop.clone(),
             link: Some(Arc::new(link)),
+            outlives,
         })
     }
 
@@ -188,7 +222,7 @@ impl Session {
     }
 
     /// Why the generation is over, in the agent's words. For a worker that has lost another rank: the agents find out
-    /// within moments what became of that one, so their word is waited for, at most a second.
+    /// within moments what became of that one, so their word is waited for: a second, or five if this process can go on.
     pub fn verdict(&self) -> Option<String> {
         if self.link.is_some() {
             let (set, is_set) = std::sync::mpsc::channel();
@@ -197,7 +231,12 @@ impl Session {
                 let _ = set.send(());
             });
             // No word in time is an answer too.
-            let _ = is_set.recv_timeout(VERDICT_TIMEOUT);
+            let patience = if self.outlives() {
+                PARKING_TIMEOUT
+            } else {
+                VERDICT_TIMEOUT
+            };
+            let _ = is_set.recv_timeout(patience);
         }
         self.cancel.cause().map(str::to_owned)
     }

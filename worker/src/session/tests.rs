@@ -10,7 +10,7 @@ use ddp_proto::control::{KvRefusal, MAX_LINE_BYTES, Phase, Progress, Sizes, ToAg
 use ddp_proto::env::WorkerEnv;
 use ddp_proto::ids::{Generation, GlobalRank};
 
-use self::agent::{FakeAgent, times};
+use self::agent::{FakeAgent, assignment, times};
 use super::link::Times;
 use super::{Cancel, MemoryStore, Session, SessionError, StoreError, Waiting, Wanted};
 
@@ -447,6 +447,36 @@ fn a_rank_that_lost_another_reports_what_the_agent_knows_of_it() {
 fn a_program_without_an_agent_waits_for_no_verdict() {
     let single = Session::in_process(WorkerEnv::single(), Arc::new(MemoryStore::default()));
     assert_eq!(single.verdict(), None);
+}
+
+#[test]
+fn a_worker_that_outlives_its_generation_gets_a_place_in_the_next_one() {
+    let agent = FakeAgent::listen();
+    let (session, _peer) = agent.session();
+    assert!(!session.outlives());
+    session.set_outlives();
+    std::thread::scope(|scope| {
+        let next = scope.spawn(|| session.park());
+        let mut peer = agent.accept();
+        let hello = peer.receive();
+        assert!(
+            matches!(
+                hello,
+                ToAgent::Hello {
+                    generation: Generation(3),
+                    outlives: true,
+                    ..
+                }
+            ),
+            "{hello:?}"
+        );
+        let mut env = agent.env();
+        env.generation = Generation(4);
+        peer.say(&assignment(&env));
+        let next = next.join().unwrap().unwrap();
+        assert_eq!(next.env().generation, Generation(4));
+        assert!(next.outlives());
+    });
 }
 
 #[test]

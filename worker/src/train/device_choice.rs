@@ -9,7 +9,7 @@ use ddp_proto::words::counted;
 use super::TrainError;
 use super::world::{is_restarted, threads};
 use crate::collective::nccl::Nccl;
-use crate::config::{Backend, Precision, TrainConfig};
+use crate::config::{Backend, OffloadTarget, OptimizerKind, Precision, Train, TrainConfig};
 use crate::cuda::{CudaOptions, GpuFacts, KernelCache, count_devices};
 use crate::device::{CpuDevice, CudaDevice, Device, DeviceError};
 use crate::libraries::Version;
@@ -143,6 +143,18 @@ impl Situation {
 }
 
 impl Choice {
+    /// True if this process can go on when a generation has ended in the middle of a step: what it was doing then has run, or
+    /// never will.
+    pub(super) fn outlives(&self, train: &Train) -> bool {
+        let runs_at_once = match self {
+            Self::Given(device) => !device.is_asynchronous(),
+            Self::Cpu => true,
+            Self::Gpu(_) => false,
+        };
+        let is_offloaded = train.offload.optimizer != OffloadTarget::None;
+        runs_at_once && !is_offloaded && train.optimizer.kind != OptimizerKind::Muon
+    }
+
     /// The choice for this rank; `given` is the caller's device, and the run in the folder goes on if it `continues`. What
     /// a node lacks after the first generation is the node's failure, not the job's.
     pub(super) fn of(

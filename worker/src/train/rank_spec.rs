@@ -24,8 +24,8 @@ use crate::model::{ActivationPool, Model, ModelPart};
 use crate::optim::Optimizer;
 use crate::parallel::pipeline::PipelinePlan;
 use crate::parallel::{
-    BlockGroups, Dtypes, GradientLayout, NormOrder, ParameterMemory, Parameters, Reducer, ReducerConfig,
-    ReplicaSet, ReshardPolicy, is_counted, one_copy,
+    ArenaShare, BlockGroups, Dtypes, GradientLayout, NormOrder, ParameterMemory, Parameters, Reducer,
+    ReducerConfig, ReplicaSet, ReshardPolicy, is_counted, one_copy,
 };
 
 /// What a rank holds and does.
@@ -135,12 +135,14 @@ impl RankSpec {
         })
     }
 
-    /// Allocates parameters and gradients, in `home` if they are offloaded. Every rank must call it.
+    /// Allocates parameters and gradients, in `home` if they are offloaded. `kept` is what this rank owned of the parameters
+    /// in the generation before. Every rank must call it.
     pub(crate) fn allocate(
         &self,
         world: &World,
         Groups { set, .. }: &Groups,
         home: &Arc<StateMemory>,
+        kept: Option<ArenaShare>,
     ) -> Result<(Parameters, Reducer), TrainError> {
         let (strategy, layout) = (&self.strategy, &self.layout);
         let (parallel, compute) = (&self.config.parallel, &world.compute);
@@ -150,6 +152,7 @@ impl RankSpec {
         let memory = ParameterMemory {
             policy,
             home: home.clone(),
+            kept,
         };
         let parameters = Parameters::new(set, compute, &self.model, &sharding, memory)?;
         let reduction = ReducerConfig {
@@ -200,7 +203,7 @@ impl RankSpec {
     /// The rank in an idle world, with an arena of these bytes for activations.
     pub(crate) fn idle(&self, world: &World, activations: usize) -> Result<(Replica, Reducer), TrainError> {
         let groups = self.connect(world)?;
-        let (parameters, reducer) = self.allocate(world, &groups, &self.planned_home(world))?;
+        let (parameters, reducer) = self.allocate(world, &groups, &self.planned_home(world), None)?;
         let replica = self.replica(world, groups, parameters, activations)?;
         Ok((replica, reducer))
     }

@@ -11,7 +11,7 @@ use ddp_proto::control::Phase;
 use ddp_proto::words::{counted, duration, quoted, rate};
 
 use super::TrainError;
-use super::checkpointing::failed_saves;
+use super::checkpointing::{Kept, failed_saves};
 use super::reporting::{Recorder, say, warn};
 use super::setup::{Assignment, Prepared, open, prepare};
 use super::startup_table::startup_table;
@@ -32,25 +32,28 @@ pub fn run_worker(config: &TrainConfig, session: &Session) -> Ended {
 }
 
 /// As [`run_worker`], in one generation after the other: `next` learns how one has ended on this rank, and gives the
-/// place in the next. By then all that the rank had of the generation is gone: threads, connections, shared memory and
-/// the memory of the device; but for a save whose file system does not answer. Returns how the last one has ended.
+/// place in the next. By then all that the rank had of the generation is gone, threads, connections and shared memory, but
+/// for the state of one that ended in the middle, and a save whose file system does not answer. Returns how the last one
+/// has ended.
 pub fn run_generations(
     config: &TrainConfig,
     first: Assignment,
     mut next: impl FnMut(&mut Ended) -> Option<Assignment>,
 ) -> Ended {
-    let mut ended = run_generation(config, first);
+    let mut kept = None;
+    let mut ended = run_generation(config, first, &mut kept);
     while let Some(assignment) = next(&mut ended) {
-        ended = run_generation(config, assignment);
+        ended = run_generation(config, assignment, &mut kept);
     }
     ended
 }
 
-fn run_generation(config: &TrainConfig, mut assignment: Assignment) -> Ended {
+/// `kept` is what the rank has of the generation before, and then of this one.
+fn run_generation(config: &TrainConfig, mut assignment: Assignment, kept: &mut Option<Kept>) -> Ended {
     let session = assignment.session.clone();
     session.heartbeat(0, Phase::Starting, None);
     let mut world = None;
-    let ended = train(config, &mut assignment, &mut world).map_err(|error| {
+    let ended = train(config, &mut assignment, &mut world, kept).map_err(|error| {
         if let Some(rank) = error.lost_rank() {
             session.report_peer_lost(rank);
         }
@@ -87,12 +90,22 @@ fn run_generation(config: &TrainConfig, mut assignment: Assignment) -> Ended {
     ended
 }
 
-fn train(config: &TrainConfig, assignment: &mut Assignment, joined: &mut Option<World>) -> Ended {
+fn train(
+    config: &TrainConfig,
+    assignment: &mut Assignment,
+    joined: &mut Option<World>,
+    kept: &mut Option<Kept>,
+) -> Ended {
     let (started, keeps_state) = (Instant::now(), assignment.keeps_state);
-    let (config, opened) = open(config, assignment)?;
-    let mut prepared = prepare(&config, opened, joined)?;
-    // Before memory is freed that a collective in flight may use.
-    run(&mut prepared, started, keeps_state).inspect_err(|error| prepared.trainer.abandon(error))
+    let (config, opened) = open(config, assignment, kept)?;
+    let mut prepared = prepare(&config, opened, joined, kept)?;
+    let begun = prepared.begin();
+    let ended = begun.and_then(|()| run(&mut prepared, started, keeps_state));
+    if let Err(error) = &ended {
+        // Before memory is freed that a collective in flight may use.
+        *kept = prepared.trainer.abandon(error);
+    }
+    ended
 }
 
 fn run(prepared: &mut Prepared<'_>, started: Instant, keeps_state: bool) -> Ended {

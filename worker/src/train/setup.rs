@@ -8,8 +8,8 @@ use ddp_proto::control::Sizes;
 
 use super::TrainError;
 use super::checkpointing::{
-    BatchBefore, Checkpoints, Origin, RunSnapshot, SavedRun, allowed_sizes, check_initial_weights, compare,
-    document, identity, load, open_checkpoint, rescale,
+    BatchBefore, Checkpoints, Kept, Origin, RunSnapshot, SavedRun, allowed_sizes, check_initial_weights,
+    compare, document, exchange, identity, load, open_checkpoint, recover, rescale,
 };
 use super::device_choice::Choice;
 use super::rank_spec::RankSpec;
@@ -18,12 +18,12 @@ use super::reporting::ProfilingWindow;
 use super::step::{Trainer, TrainerParts};
 use super::warm_up::warm_up;
 use super::world::{World, WrapTransport, is_restarted, threads, timeout};
-use crate::checkpoint::{Batch, Disk, StateSource as _, Storage};
+use crate::checkpoint::{Batch, Disk, State, StateSource as _, Storage};
 use crate::config::{OffloadTarget, TrainConfig};
 use crate::costs::GlobalBatch;
 use crate::cuda::GpuFacts;
 use crate::data::{BatchShape, Dataset, Loader, ORDER_VERSION, Sampler};
-use crate::device::{ArenaSpec, Buffer, Device, DeviceError, PIECE, StateMemory};
+use crate::device::{ArenaSpec, Buffer, Compute, Device, DeviceError, PIECE, StateMemory};
 use crate::libraries::{Library, LibraryKind};
 use crate::mesh::SAMPLES;
 use crate::metrics::{Request, RunDir};
@@ -78,6 +78,16 @@ pub(super) struct Prepared<'a> {
     pub(super) pretrained: Option<String>,
     /// `train.steps` of the life that saved the checkpoint which this one goes on from.
     pub(super) steps_before: Option<u64>,
+    /// Until it is loaded.
+    origin: Option<Origin>,
+}
+
+impl Prepared<'_> {
+    /// Loads or initialises the parameters. Every rank must call it.
+    pub(super) fn begin(&mut self) -> Result<(), TrainError> {
+        let origin = self.origin.take().expect("a generation begins once");
+        self.trainer.begin(|parts| begin(parts, &origin))
+    }
 }
 
 /// The files of a run, on which all ranks have agreed, and the state that it goes on from.
@@ -93,11 +103,13 @@ pub(super) struct Opened<'a> {
     rescaled: Option<String>,
 }
 
-/// Opens everything and checks that all ranks agree. Returns the configuration to train with as well: the one that is
+/// Opens everything and checks that all ranks agree. What this rank has `kept` is then the state that it goes on from, or
+/// gone. Returns the configuration to train with as well: the one that is
 /// given, but for the accumulation of a run that goes on on another number of ranks.
 pub(super) fn open<'a>(
     config: &TrainConfig,
     assignment: &'a mut Assignment,
+    kept: &mut Option<Kept>,
 ) -> Result<(TrainConfig, Opened<'a>), TrainError> {
     let session = &assignment.session;
     let env = session.env();
@@ -106,6 +118,9 @@ pub(super) fn open<'a>(
     let dataset = Dataset::open(&config.data, config.model.block_size, &config.vocabulary)?;
     let begins = !is_restarted(env) && RunDir::begins(&config.run, &env.run_id);
     let choice = Choice::of(config, session, assignment.device.clone(), !begins)?;
+    if choice.outlives(&config.train) {
+        session.set_outlives();
+    }
     agree(assignment, &spec, &whole, &dataset, &choice)?;
     if begins {
         // Before the folder is made, or emptied.
@@ -119,14 +134,20 @@ pub(super) fn open<'a>(
         identity: identity(config, &dataset)?,
         storage: assignment.storage.clone().unwrap_or_else(|| Arc::new(Disk)),
     };
-    // Freed as soon as it is loaded.
-    let origin = match (assignment.memory.take(), latest) {
-        (Some(memory), _) => {
-            compare(Path::new("memory"), &run.identity, memory.state())?;
-            Origin::Saved(memory)
+    let origin = if let Some(go_on) = recover(session, &spec, kept, latest)? {
+        Origin::kept(&run.identity, go_on)
+    } else {
+        // Freed as soon as it is loaded.
+        match (assignment.memory.take(), latest) {
+            (Some(memory), _) => {
+                compare(Path::new("memory"), &run.identity, memory.state())?;
+                Origin::Saved(memory)
+            }
+            (None, Some(step)) => {
+                Origin::Saved(Arc::new(open_checkpoint(run.dir.path(), step, &run.identity)?))
+            }
+            (None, None) => Origin::fresh(config, &spec.model, session)?,
         }
-        (None, Some(step)) => Origin::Saved(Arc::new(open_checkpoint(run.dir.path(), step, &run.identity)?)),
-        (None, None) => Origin::fresh(config, &spec.model, session)?,
     };
     let mut config = config.clone();
     let given = config.train.grad_accumulation;
@@ -161,11 +182,13 @@ pub(super) fn open<'a>(
     Ok((config, opened))
 }
 
-/// Finds the other ranks, who are then in `joined`, and loads or initialises the parameters.
+/// Finds the other ranks, who are then in `joined`, and allocates all memory. What this rank has `kept` moves there, or
+/// stays if that fails.
 pub(super) fn prepare<'a>(
     config: &'a TrainConfig,
     opened: Opened<'a>,
     joined: &mut Option<World>,
+    kept: &mut Option<Kept>,
 ) -> Result<Prepared<'a>, TrainError> {
     let (dataset, run_dir) = (opened.dataset, opened.run.dir.clone());
     let Assignment {
@@ -174,9 +197,13 @@ pub(super) fn prepare<'a>(
     let spec = opened.spec;
     let norm_order = spec.norm_order(&opened.whole)?;
     let activations = spec.activations()?;
-    let device = opened.choice.open(config, session.env())?;
-    let taken_before = device.taken_bytes();
-    let world = World::connect(config, session, device, transport.clone(), spec.strategy.mesh)?;
+    let compute = match kept {
+        Some(kept) => kept.compute.clone(),
+        // The first stream of a device is the one that computes.
+        None => Compute::new(opened.choice.open(config, session.env())?),
+    };
+    let taken_before = compute.device.taken_bytes();
+    let world = World::connect(config, session, compute, transport.clone(), spec.strategy.mesh)?;
     *joined = Some(world.clone());
     let groups = spec.connect(&world)?;
     let taken = world
@@ -185,88 +212,102 @@ pub(super) fn prepare<'a>(
         .taken_bytes()
         .zip(taken_before)
         .filter(|_| world.size() > 1);
-    let home = Arc::new(state_home(&world, config, &run_dir)?);
-    let (parameters, reducer) = spec.allocate(&world, &groups, &home)?;
-    let optimizer = spec.optimizer(&parameters, &home)?;
+    let home = state_home(&world, config, &run_dir, kept.as_ref())?;
+    let own = kept.as_ref().and_then(|kept| kept.own(&spec));
+    let (parameters, reducer) = spec.allocate(&world, &groups, &home, own)?;
     let (set, sharding) = (parameters.replica_set(), parameters.sharding());
     let clip = Clip::new(set, &world.compute, sharding, &norm_order, &config.train)?;
     let replica = spec.replica(&world, groups, parameters, activations)?;
-    let mut parts = TrainerParts {
+    let rank_table = RankTable::new(&world, "numbers of each rank")?;
+    let step_table = StepTable::new(&world)?;
+    warm_up(&replica, &spec, &norm_order, activations)?;
+    let holds = kept.is_some();
+    let optimizer = match kept.take() {
+        Some(kept) => kept.settle(&spec, &replica.parameters, &home)?,
+        None => spec.optimizer(&replica.parameters, &home)?,
+    };
+    let saved = opened.origin.saved();
+    clip.resume(saved.map_or(0, State::updates));
+    let parts = TrainerParts {
         optimizer,
         clip,
-        rank_table: RankTable::new(&world, "numbers of each rank")?,
-        step_table: StepTable::new(&world)?,
-        loader: loader(config, &world, &dataset),
+        rank_table,
+        step_table,
+        loader: loader(config, &world, &dataset, saved),
         validation: dataset.val.clone(),
         checkpoints: Checkpoints::new(opened.run, config, &world),
         window: ProfilingWindow::new(config, run_dir.path(), &replica.model, &world),
-        first_step: 0,
+        first_step: saved.map_or(0, |state| state.step),
+        resumed: opened.origin.held().cloned(),
         config,
         spec,
         session,
         world,
         replica,
     };
-    warm_up(&parts.replica, &parts.spec, &norm_order, activations)?;
-    begin(&mut parts, &opened.origin, &dataset)?;
-    let saved = opened.origin.saved().map(|state| &state.config);
     Ok(Prepared {
-        steps_before: saved.and_then(|config| config.pointer("/train/steps")?.as_u64()),
-        trainer: Trainer::new(parts)?,
+        steps_before: saved.and_then(|state| state.config.pointer("/train/steps")?.as_u64()),
+        trainer: Trainer::new(parts, holds),
         nccl_bytes: taken.map_or(0, |(taken, before)| taken.saturating_sub(before)) as u64,
         reducer,
         run_dir,
         dataset,
         rescaled: opened.rescaled,
         pretrained: opened.origin.weights_words(),
+        origin: Some(opened.origin),
     })
 }
 
-/// The memory for what is offloaded. On a device that uses host memory, `host` changes nothing.
-fn state_home(world: &World, config: &TrainConfig, run_dir: &RunDir) -> Result<StateMemory, TrainError> {
+/// The memory for what is offloaded: that of what was kept, if there is something. On a device that uses host memory, `host`
+/// changes nothing.
+fn state_home(
+    world: &World,
+    config: &TrainConfig,
+    run_dir: &RunDir,
+    kept: Option<&Kept>,
+) -> Result<Arc<StateMemory>, TrainError> {
+    if let Some(kept) = kept {
+        return Ok(kept.optimizer.home().clone());
+    }
     let device = world.compute.device.clone();
     let offload = &config.train.offload;
-    match offload.optimizer {
-        OffloadTarget::None => Ok(StateMemory::on_device(device)),
-        OffloadTarget::Host => Ok(StateMemory::on_host(device, threads(config), PIECE)?),
+    let home = match offload.optimizer {
+        OffloadTarget::None => StateMemory::on_device(device),
+        OffloadTarget::Host => StateMemory::on_host(device, threads(config), PIECE)?,
         OffloadTarget::File if device.host_side().is_some() => {
             let parameters = match offload.parameters {
                 OffloadTarget::None => "",
                 _ => " and `train.offload.parameters: host`",
             };
-            Err(TrainError::Refused(format!(
+            return Err(TrainError::Refused(format!(
                 "`train.offload.optimizer: file` needs a device that uses host memory, but {} has its own memory\n  hint: train on the CPU (`parallel.backend: cpu`), or set `train.offload.optimizer: host`{parameters}",
                 device.name()
-            )))
+            )));
         }
         OffloadTarget::File => {
             let dir = offload.dir.as_deref().unwrap_or(run_dir.path());
-            Ok(StateMemory::in_files(device, dir))
+            StateMemory::in_files(device, dir)
         }
-    }
+    };
+    Ok(Arc::new(home))
 }
 
 /// Parameters and moments that were saved, or first values; then the same on all ranks.
-fn begin(parts: &mut TrainerParts<'_>, origin: &Origin, dataset: &Dataset) -> Result<(), TrainError> {
+fn begin(parts: &mut TrainerParts<'_>, origin: &Origin) -> Result<(), TrainError> {
     let config = parts.config;
     parts.with_checkpoints(|checkpoints, here| checkpoints.reserve(here, config))?;
     let (replica, optimizer, seed) = (&parts.replica, &parts.optimizer, config.run.seed);
     match origin {
         Origin::Fresh(weights) => replica.initialise(optimizer, seed, weights.as_ref())?,
-        Origin::Saved(saved) => {
-            parts.with_checkpoints(|_, here| load(here, saved.as_ref()))?;
-            let state = saved.state();
-            parts.loader =
-                loader(parts.config, &parts.world, dataset).resumed(state.step, state.consumed_samples);
-            parts.first_step = state.step;
-            parts.clip.resume(state.updates());
-        }
+        Origin::Saved(saved) => parts.with_checkpoints(|_, here| load(here, saved.as_ref()))?,
+        Origin::Kept { go_on, .. } => parts.with_checkpoints(|_, here| exchange(here, go_on))?,
     }
     let (home, stream) = (parts.optimizer.home(), parts.world.compute.stream);
     home.synchronize(stream)?;
     let parameters = &parts.replica.parameters;
     // All ranks have read or computed the same; this only makes sure of it, where one communicator has all holders.
-    if parameters.sharding().world() == 1 && parameters.replica_set().groups.len() == 1 {
+    let is_read = origin.held().is_none();
+    if is_read && parameters.sharding().world() == 1 && parameters.replica_set().groups.len() == 1 {
         let masters = parts.optimizer.masters(parameters.own()).arena().whole();
         if home.host_state().is_some() {
             broadcast_from_host(&parts.world, home, parameters, &masters)?;
@@ -305,7 +346,8 @@ fn broadcast_from_host(
     Ok(())
 }
 
-fn loader(config: &TrainConfig, world: &World, dataset: &Dataset) -> Loader {
+/// Goes on behind what was `saved`.
+fn loader(config: &TrainConfig, world: &World, dataset: &Dataset, saved: Option<&State>) -> Loader {
     let block_size = config.model.block_size;
     let sampler = Sampler::new(
         config.data.order,
@@ -319,7 +361,9 @@ fn loader(config: &TrainConfig, world: &World, dataset: &Dataset) -> Loader {
         accumulation: config.train.grad_accumulation as u64,
     };
     let loader = Loader::new(dataset.train.clone(), sampler, shape, block_size);
-    (loader.reading(world.stretches(block_size))).ending(config.data.last_batch)
+    let (step, samples) = saved.map_or((0, 0), |state| (state.step, state.consumed_samples));
+    let loader = loader.reading(world.stretches(block_size)).resumed(step, samples);
+    loader.ending(config.data.last_batch)
 }
 
 fn open_run_dir(config: &TrainConfig, session: &Session) -> Result<(RunDir, Option<u64>), TrainError> {

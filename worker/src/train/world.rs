@@ -10,7 +10,7 @@ use super::TrainError;
 use crate::collective::{Communicator, Executor, Transport};
 use crate::config::TrainConfig;
 use crate::costs::residual_rows;
-use crate::device::{Compute, Device};
+use crate::device::Compute;
 use crate::mesh::{Axis, Mesh, MeshShape};
 use crate::model::{Model, zigzag};
 use crate::parallel::pipeline::PipelinePlan;
@@ -43,7 +43,7 @@ impl World {
     pub(super) fn connect(
         config: &TrainConfig,
         session: &Session,
-        device: Arc<dyn Device>,
+        compute: Compute,
         transport: Option<WrapTransport>,
         shape: MeshShape,
     ) -> Result<Self, TrainError> {
@@ -56,8 +56,6 @@ impl World {
             threads: threads(config),
             timeout: timeout(config),
         };
-        // The first stream of a device is the one that computes.
-        let compute = Compute::new(device);
         let comm = match transport {
             Some(wrap) => join_world_through(session, &options, |transport| wrap(transport))?,
             None => join_world_on(session, &compute.device, &options)?,

@@ -8,6 +8,7 @@ mod host_offload;
 mod inference;
 mod initial_weights;
 mod layouts;
+mod live;
 mod mixed_precision;
 mod overlap;
 mod parallel_regressions;

@@ -551,7 +551,14 @@ impl Transport for HostTransport {
         };
         // Ranks that have not failed yet may still write here: no slice of it may exist any more.
         if outcome.is_err() && SharedArena::of(&request.buffer).is_some() {
-            held.abandon();
+            let topology = &self.peers.topology;
+            match request.operation {
+                // What this rank contributes they only read.
+                Operation::AllGather => {
+                    held.abandon_but(slice(request.buffer.len(), topology.size(), topology.rank()));
+                }
+                _ => held.abandon(),
+            }
         }
         outcome
     }

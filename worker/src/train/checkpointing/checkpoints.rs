@@ -266,11 +266,15 @@ impl Checkpoints {
     }
 
     /// Gives up the save under way, because training has failed on some rank. The next job deletes what its thread cannot
-    /// delete before the process ends.
-    pub(crate) fn abandon(&mut self) {
-        if let Some(mut thread) = self.pending.take() {
-            thread.end(ABANDON_BOUND);
-        }
+    /// delete before the process ends. False if a thread may still read the state.
+    pub(crate) fn abandon(&mut self) -> bool {
+        let mut threads = self.pending.take().into_iter().chain(self.before.take());
+        threads.all(|mut thread| thread.end(ABANDON_BOUND))
+    }
+
+    /// True of the step of the latest checkpoint.
+    pub(crate) fn has(&self, step: u64) -> bool {
+        self.last == Some(step)
     }
 
     /// Waits for the end of the save under way. A failed one has deleted what it wrote, unless the file system hangs.

@@ -4,12 +4,14 @@
 //! |---|---|
 //! | `checkpoints.rs` | saves as the training loop sees them; what follows from how far each rank is |
 //! | `save_thread.rs` | one save, written beside the training; what it waits for |
+//! | `kept.rs` | what a rank keeps in memory of a generation that ended, and gives to ranks that lack it |
 //! | `owned_state.rs` | what of the state a rank owns, writes and reads |
 //! | `resume.rs` | where the state of a run comes from: the seed, published weights, a checkpoint, memory |
 //! | `recovery.rs` | where a run goes on: at what its ranks still have in memory, or at the checkpoint |
 //! | `rescale.rs` | the global batch of a run that goes on on another number of ranks |
 
 mod checkpoints;
+mod kept;
 mod owned_state;
 mod recovery;
 mod rescale;
@@ -17,6 +19,7 @@ mod resume;
 mod save_thread;
 
 pub(super) use checkpoints::{Checkpoints, Position, SavedRun, failed_saves, identity};
+pub(super) use kept::{Kept, UnfinishedStep, exchange, recover};
 pub(super) use owned_state::{RankState, load, snapshot};
 pub use recovery::{Decision, GoOn, Held, Place, Version, decide};
 pub(super) use rescale::{BatchBefore, allowed_sizes, rescale};

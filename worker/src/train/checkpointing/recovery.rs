@@ -110,7 +110,7 @@ impl Held {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Decision {
     /// At the newest state in memory.
-    GoOn(GoOn),
+    GoOn(Box<GoOn>),
     /// At the latest checkpoint, or at the beginning.
     Reload {
         /// Why not at the state in memory, for the user. `None`: no rank holds any, as in a first generation.
@@ -171,10 +171,10 @@ pub fn decide(
     let Some(state) = at_newest.rev().max_by_key(knows) else {
         return reload(None);
     };
-    Decision::GoOn(GoOn {
+    Decision::GoOn(Box::new(GoOn {
         state: state.clone(),
         holders,
-    })
+    }))
 }
 
 /// Which part of the newest state no rank holds, in words. It belongs on the ranks `copies`.
@@ -258,7 +258,8 @@ mod tests {
         reports.resize(now.ranks(), None);
         let experts = [Axis::Replicate, Axis::Shard].to_vec();
         match decide(&reports, now, &[GRADIENTS.to_vec(), experts], latest) {
-            Decision::GoOn(GoOn { state, holders }) => {
+            Decision::GoOn(go_on) => {
+                let GoOn { state, holders } = *go_on;
                 let holders: Vec<usize> = (0..now.ranks()).filter(|&rank| holders[rank]).collect();
                 let Version { generation, step } = state.version;
                 assert_eq!((state.updates, state.samples), (step, 2 * step));

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use ddp_proto::words::grouped;
 use serde_json::Value;
 
+use super::recovery::{GoOn, Held};
 use crate::checkpoint::{CheckpointError, Extent, Reader, State, StateSource, Which};
 use crate::config::{self, Experts, TrainConfig};
 use crate::data::ORDER_VERSION;
@@ -101,8 +102,14 @@ impl StateSource for RunSnapshot {
 pub(crate) enum Origin {
     /// Published weights, if there are some, and random numbers from the seed.
     Fresh(Option<PretrainedWeights>),
-    /// A checkpoint of its own, or the memory of ranks.
+    /// A checkpoint of its own, or copies that ranks have made.
     Saved(Arc<dyn StateSource>),
+    /// What the ranks of the generation before still have.
+    Kept {
+        /// What a checkpoint would say of it.
+        state: Box<State>,
+        go_on: Box<GoOn>,
+    },
 }
 
 impl Origin {
@@ -118,10 +125,41 @@ impl Origin {
         Ok(Self::Fresh(Some(weights)))
     }
 
+    /// Of a run called `identity` that goes on in memory.
+    pub(crate) fn kept(identity: &State, go_on: Box<GoOn>) -> Self {
+        let Held {
+            version,
+            updates,
+            samples,
+            batch,
+            ..
+        } = &go_on.state;
+        let state = State {
+            step: version.step,
+            consumed_samples: *samples,
+            skipped: version.step.saturating_sub(*updates),
+            batch: *batch,
+            ..identity.clone()
+        };
+        Self::Kept {
+            state: Box::new(state),
+            go_on,
+        }
+    }
+
+    /// The state of the generation before, if the run goes on there.
+    pub(crate) fn held(&self) -> Option<&Held> {
+        match self {
+            Self::Kept { go_on, .. } => Some(&go_on.state),
+            _ => None,
+        }
+    }
+
     /// What was saved with the state, if it goes on from one.
     pub(crate) fn saved(&self) -> Option<&State> {
         match self {
             Self::Saved(source) => Some(source.state()),
+            Self::Kept { state, .. } => Some(state),
             Self::Fresh(_) => None,
         }
     }

@@ -190,6 +190,17 @@ impl Recorder {
         Some(progress)
     }
 
+    /// The line of a step that the generation before has finished, unless it has written that.
+    pub(crate) fn complete(&mut self, line: &MetricsLine) {
+        if self.log.as_ref().is_some_and(|log| log.last_step() < line.step) {
+            self.append(&MetricsLine {
+                memory: with_process(line.memory),
+                achieved: self.achieved(line.tokens_per_s),
+                ..line.clone()
+            });
+        }
+    }
+
     /// Writes a line of the metrics. A full disk must not end the training.
     fn append(&mut self, line: &MetricsLine) {
         let Some(log) = &mut self.log else { return };

@@ -16,28 +16,29 @@ use ddp_proto::control::{Phase, Progress};
 use super::enqueued_step::{EnqueuedStep, StepResult, StepTimes};
 use super::evaluation::mean_loss;
 use super::nonfinite::{Decision, Inspection, Skips};
+use super::training_row::{TrainingRow, sample_key};
 use crate::collective::{WireBytes, Work};
 use crate::config::{Train, TrainConfig};
 use crate::costs::GlobalBatch;
 use crate::data::{Loader, Tokens};
 use crate::device::Compute;
-use crate::mesh::Axis;
 use crate::metrics::{Achieved, Memory, MetricsLine};
-use crate::model::{GradSink, Hooks, ModelPart, NoHooks, SampleKey};
+use crate::model::{ModelPart, NoHooks};
 use crate::optim::{Clip, Optimizer, UpdateStep, batch_factor, learning_rate};
-use crate::parallel::pipeline::{Action, ActionKind};
-use crate::parallel::{ArenaShare, DeviceTimes, Dtypes, Reducer, Step};
+use crate::parallel::{ArenaShare, DeviceTimes, Dtypes, Reducer};
 use crate::session::Session;
 use crate::timeline::Kind;
 use crate::train::TrainError;
-use crate::train::checkpointing::{Checkpoints, Position, RankSnapshot, RankState, snapshot};
+use crate::train::checkpointing::{
+    Checkpoints, Held, Kept, Place, Position, RankSnapshot, RankState, UnfinishedStep, Version, snapshot,
+};
 use crate::train::rank_spec::RankSpec;
 use crate::train::rank_table::{RankTable, StepTable};
-use crate::train::replica::{MicroBatch, Replica};
+use crate::train::replica::Replica;
 use crate::train::reporting::{Footprint, ProfilingWindow, Recorder, StepRecord, say};
 use crate::train::router_table::RouterTable;
 use crate::train::row_state::RowPurpose;
-use crate::train::run_row::{EnqueuedAction, RowCaller, run_row};
+use crate::train::run_row::run_row;
 use crate::train::strategy::network;
 use crate::train::world::World;
 
@@ -59,6 +60,8 @@ pub(crate) struct TrainerParts<'a> {
     pub(crate) window: ProfilingWindow,
     /// Steps that were finished when this life of the run began.
     pub(crate) first_step: u64,
+    /// The newest state of the generation before, if the run goes on there.
+    pub(crate) resumed: Option<Held>,
 }
 
 impl TrainerParts<'_> {
@@ -89,6 +92,18 @@ impl TrainerParts<'_> {
             device_peak: self.world.compute.device.peak_bytes().unwrap_or(0) as u64,
             ..held.memory()
         }
+    }
+
+    /// After so many steps, the last of them in this generation.
+    fn version(&self, step: u64) -> Version {
+        let generation = self.session.env().generation.get();
+        Version { generation, step }
+    }
+
+    /// True on a device that runs at once if all that is in the stream has run.
+    fn has_run(&self) -> bool {
+        let Compute { device, .. } = &self.world.compute;
+        !device.is_asynchronous() && matches!(self.world.compute.record().poll(), Some(Ok(())))
     }
 
     /// Bytes sent so far.
@@ -145,6 +160,17 @@ impl TrainerParts<'_> {
         let positions = self.loader.sample_count(step) * self.config.model.block_size as u64;
         self.replica.weigh(1.0 / positions as f64);
         passes
+    }
+
+    /// The update of a step.
+    fn update(&self, step: u64) -> UpdateStep {
+        let train = &self.config.train;
+        let lr = learning_rate(step, train.steps, &train.optimizer, &train.schedule);
+        UpdateStep {
+            scale: self.clip.scale(),
+            lr: (f64::from(lr) * batch_factor(train, self.global_batch().samples())) as f32,
+            number: step + 1,
+        }
     }
 
     /// Sends the losses of this rank, which holds the sums and their norm: the barrier before the update.
@@ -223,6 +249,12 @@ pub(crate) struct Trainer<'a> {
     carried: Duration,
     /// Numbers of the last step, sent with every heartbeat: a later one may replace one that was not sent yet.
     progress: Option<Progress>,
+    /// The state in memory. `None`: it is not whole, as within an update, or the device may not have come so far.
+    version: Option<Version>,
+    /// The step behind it, once the sums and the norm are there.
+    unfinished: Option<UnfinishedStep>,
+    /// Numbers of the last step that were read.
+    line: Option<MetricsLine>,
 }
 
 /// The result of a run, as one rank knows it.
@@ -243,20 +275,79 @@ pub struct RunSummary {
 }
 
 impl<'a> Trainer<'a> {
-    /// Parameters are those of the first step that is to come. Every rank must call it.
-    pub(crate) fn new(parts: TrainerParts<'a>) -> Result<Self, TrainError> {
-        let (train, parameters) = (&parts.config.train, &parts.replica.parameters);
-        let accounted = parts.sent();
+    /// Before [`Trainer::begin`]. The state of a rank that `holds` it is that of the generation before.
+    pub(crate) fn new(parts: TrainerParts<'a>, holds: bool) -> Self {
+        let train = &parts.config.train;
+        let resumed = parts.resumed.as_ref();
+        Self {
+            skips: Skips::new(train.on_nonfinite, train.max_skips),
+            finished: Instant::now(),
+            accounted: WireBytes::default(),
+            carried: Duration::ZERO,
+            progress: None,
+            version: resumed.filter(|_| holds).map(|held| held.version),
+            unfinished: None,
+            line: resumed.and_then(|held| held.line.clone()),
+            parts,
+        }
+    }
+
+    /// Has `load` make the parameters those of the first step that is to come. Every rank must call it.
+    pub(crate) fn begin(
+        &mut self,
+        load: impl FnOnce(&mut TrainerParts<'a>) -> Result<(), TrainError>,
+    ) -> Result<(), TrainError> {
+        load(&mut self.parts)?;
+        let (parts, parameters) = (&self.parts, &self.parts.replica.parameters);
+        let resumed = parts.resumed.as_ref().map(|held| held.version);
+        let version = resumed.unwrap_or_else(|| parts.version(parts.first_step));
+        self.version = parts.has_run().then_some(version);
+        self.accounted = parts.sent();
         parameters.updated()?;
         // The first step has not begun.
         let _ = parameters.tracker().take_times();
-        Ok(Self {
-            skips: Skips::new(train.on_nonfinite, train.max_skips),
-            finished: Instant::now(),
-            accounted,
-            carried: Duration::ZERO,
-            progress: None,
-            parts,
+        self.finished = Instant::now();
+        Ok(())
+    }
+
+    /// Abandons checkpoints and collectives in flight, because training has failed on some rank. After an error that every
+    /// rank has met, the save under way ends in order. Returns what the next generation can go on from: `None` if the state
+    /// is not whole, or a thread may still read it.
+    pub(crate) fn abandon(mut self, error: &TrainError) -> Option<Kept> {
+        if error.is_unanimous() {
+            // The error that counts is known already.
+            let _ = self.parts.with_checkpoints(Checkpoints::drain);
+        }
+        let is_read = !self.parts.checkpoints.abandon();
+        self.parts.world.comm.abandon();
+        let version = self.version.filter(|_| !is_read)?;
+        let state = self.parts.checkpoints.state(self.position(version.step));
+        let TrainerParts {
+            world,
+            replica,
+            optimizer,
+            clip,
+            ..
+        } = self.parts;
+        // The stream skips operations since it waited for one that failed.
+        let _ = world.compute.synchronize();
+        let held = Held {
+            version,
+            unfinished: self.unfinished.as_ref().map(|step| step.version),
+            updates: clip.updates().ok()?,
+            samples: state.consumed_samples,
+            batch: state.batch,
+            place: Place::of(world.mesh.shape(), world.rank()),
+            line: self.line.filter(|line| line.step == version.step),
+        };
+        Some(Kept {
+            compute: world.compute,
+            own: replica.parameters.own().clone(),
+            sharding: replica.parameters.sharding().clone(),
+            optimizer,
+            clip: clip.alone(),
+            unfinished: self.unfinished,
+            held,
         })
     }
 
@@ -278,6 +369,7 @@ impl<'a> Trainer<'a> {
         if let (0, Some(words)) = (self.parts.world.rank(), self.parts.window.is_behind(first_step)) {
             say(&words);
         }
+        self.catch_up(recorder, outcome)?;
         // Steps that are left to the device while the next one is enqueued: the same on all ranks.
         let ahead = usize::from(self.parts.world.compute.device.is_asynchronous());
         let mut queue = VecDeque::with_capacity(ahead + 1);
@@ -296,14 +388,7 @@ impl<'a> Trainer<'a> {
                     (parts.window).close(&parts.world, &parts.rank_table, parts.session, step + 1)
                 })?;
             }
-            if due.verification {
-                self.between_steps(|parts| parts.verify(step + 1))?;
-            }
-            if step + 1 == train.steps || outcome.stopped.is_some() {
-                self.save(step + 1, Checkpoints::save_last)?;
-            } else if due.checkpoint {
-                self.save(step + 1, Checkpoints::save)?;
-            }
+            self.after_step(step + 1, due, outcome.stopped.is_some())?;
             if outcome.stopped.is_some() {
                 break;
             }
@@ -328,6 +413,43 @@ impl<'a> Trainer<'a> {
         Ok(())
     }
 
+    /// Verification and save.
+    fn after_step(&mut self, done: u64, due: Due, is_stopped: bool) -> Result<(), TrainError> {
+        if due.verification {
+            self.between_steps(|parts| parts.verify(done))?;
+        }
+        if done == self.parts.config.train.steps || is_stopped {
+            self.save(done, Checkpoints::save_last)
+        } else if due.checkpoint {
+            self.save(done, Checkpoints::save)
+        } else {
+            Ok(())
+        }
+    }
+
+    /// What was due after the step at which the run goes on in memory, unless the generation before has done it.
+    fn catch_up(&mut self, recorder: &mut Recorder, outcome: &mut RunSummary) -> Result<(), TrainError> {
+        let done = self.parts.first_step;
+        if self.parts.resumed.is_none() || done == 0 {
+            return Ok(());
+        }
+        let due = Due::after(&self.parts.config.train, done, 0);
+        let known = self.line.as_ref().and_then(|line| line.val_loss);
+        outcome.val_loss = match known {
+            None if due.validation => Some(self.validate(done)?),
+            known => known,
+        };
+        if let Some(line) = &mut self.line {
+            line.val_loss = outcome.val_loss;
+            outcome.loss = Some(line.loss);
+            recorder.complete(line);
+        }
+        if self.parts.checkpoints.has(done) {
+            return Ok(());
+        }
+        self.after_step(done, due, false)
+    }
+
     /// Waits for the numbers of the oldest steps until [`Due::kept`] are left, and reports them. Once a rank was asked to
     /// stop, no step is left.
     fn finish_steps(
@@ -344,6 +466,7 @@ impl<'a> Trainer<'a> {
             if due.validation && queue.is_empty() {
                 record.line.val_loss = Some(self.validate(record.line.step)?);
                 outcome.val_loss = record.line.val_loss;
+                self.line = Some(record.line.clone());
             }
             outcome.steps = record.line.step;
             outcome.loss = Some(record.line.loss);
@@ -390,7 +513,10 @@ impl<'a> Trainer<'a> {
     /// Waits until the device has run a step. Of several errors the one that says what went wrong is returned.
     fn result_of(&self, enqueued: EnqueuedStep, reducer: &Reducer) -> Result<StepResult, TrainError> {
         let result = enqueued.result(&self.parts.world);
-        self.failure(reducer).map_or(result, Err)
+        // What failed behind a step that has run is the next one's.
+        let is_whole = result.is_ok() && !self.parts.world.compute.device.is_asynchronous();
+        let failure = self.failure(reducer).filter(|_| !is_whole);
+        failure.map_or(result, Err)
     }
 
     /// Why a stream went wrong, which itself says so only in words, if it does at all.
@@ -439,7 +565,7 @@ impl<'a> Trainer<'a> {
         let block_size = self.parts.config.model.block_size as u64;
         let tokens = samples * block_size;
         let ms = |duration: Duration| duration.as_secs_f64() * 1e3;
-        Ok(StepRecord {
+        let record = StepRecord {
             line: MetricsLine {
                 step: step + 1,
                 epoch: loader.epoch_before(step + 1),
@@ -469,7 +595,9 @@ impl<'a> Trainer<'a> {
             tokens,
             time: times.step,
             stop: result.rows.stop(),
-        })
+        };
+        self.line = Some(record.line.clone());
+        Ok(record)
     }
 
     /// Work between two steps, when nothing is in flight. Its traffic and waits count for no step, and
@@ -528,17 +656,6 @@ impl<'a> Trainer<'a> {
         }
     }
 
-    /// Abandons checkpoints and collectives in flight, because training has failed on some rank. After an error that every
-    /// rank has met, the save under way ends in order.
-    pub(crate) fn abandon(&mut self, error: &TrainError) {
-        if error.is_unanimous() {
-            // The error that counts is known already.
-            let _ = self.parts.with_checkpoints(Checkpoints::drain);
-        }
-        self.parts.checkpoints.abandon();
-        self.parts.world.comm.abandon();
-    }
-
     /// Puts a step into the stream; `step` counts from 0.
     fn enqueue(&mut self, reducer: &mut Reducer, step: u64) -> Result<EnqueuedStep, TrainError> {
         let enqueued = self.put_in_stream(reducer, step);
@@ -568,6 +685,13 @@ impl<'a> Trainer<'a> {
         for work in &collectives {
             parts.arrive(work, &mut times)?;
         }
+        let update = parts.update(step);
+        let version = parts.version(step + 1);
+        self.unfinished = Some(UnfinishedStep {
+            version,
+            grads: grads.clone(),
+            update: update.clone(),
+        });
         let barrier = parts.share(positions);
         parts.arrive(&barrier, &mut times)?;
         collectives.push(barrier);
@@ -578,20 +702,19 @@ impl<'a> Trainer<'a> {
         let now = parts.sent();
         let sent = now - std::mem::replace(&mut self.accounted, now);
         let device_times = [vec![device_times], parts.replica.take_device_times()].concat();
-        let train = &parts.config.train;
-        let lr = learning_rate(step, train.steps, &train.optimizer, &train.schedule);
-        let lr = (f64::from(lr) * batch_factor(train, parts.global_batch().samples())) as f32;
-        let update = UpdateStep {
-            scale: parts.clip.scale(),
-            lr,
-            number: step + 1,
-        };
         let parameters = &parts.replica.parameters;
         let span = parts.world.begin_span();
-        collectives.extend((parts.optimizer).step(stream, parameters.own(), &grads, &update));
+        if parts.has_run() {
+            // The barrier too: from here on no other rank is needed.
+            (self.version, self.unfinished) = (None, None);
+        }
+        let exchanges = (parts.optimizer).step(stream, parameters.own(), &grads, &update);
         parts
             .world
             .end_span(span, Kind::Optimizer, || "update".to_owned());
+        let is_whole = exchanges.is_empty() && parts.has_run();
+        self.version = is_whole.then_some(version).or(self.version);
+        collectives.extend(exchanges);
         let fetches = [parts.step_table.fetch(), device.fetch(stream, &parts.clip.norm())];
         let routers = parts.replica.routers.as_ref().map(RouterTable::fetch);
         parameters.updated()?;
@@ -604,7 +727,7 @@ impl<'a> Trainer<'a> {
         Ok(EnqueuedStep {
             step,
             samples: parts.loader.sample_count(step),
-            lr,
+            lr: update.lr,
             times,
             device_times,
             started,
@@ -613,105 +736,6 @@ impl<'a> Trainer<'a> {
             fetches,
             routers,
         })
-    }
-}
-
-/// The samples of a micro-batch of this rank.
-fn sample_key(config: &TrainConfig, loader: &Loader, step: u64, micro_batch: u64) -> SampleKey {
-    SampleKey {
-        seed: config.run.seed,
-        first: loader.first_sample(step, micro_batch),
-    }
-}
-
-/// The row of a step while it runs.
-struct TrainingRow<'a> {
-    config: &'a TrainConfig,
-    session: &'a Session,
-    step_table: &'a StepTable,
-    loader: &'a Loader,
-    step: u64,
-    micro_batches: u64,
-    stages: usize,
-    /// Micro-batches whose losses are computed.
-    losses: u64,
-    /// Positions of this rank's losses so far.
-    positions: usize,
-    /// Time of reduction that nothing hid, before the action that runs.
-    exposed_before: Duration,
-    hooks: NoHooks,
-    grads: Step<'a>,
-    times: &'a mut StepTimes,
-}
-
-impl RowCaller for TrainingRow<'_> {
-    fn before(&mut self, replica: &Replica, action: Action) -> Result<(), TrainError> {
-        replica.world.check()?;
-        if self.stages > 1 && action.kind.is_compute() {
-            self.session.set_activity(|| replica.plan.in_words(action));
-        }
-        self.exposed_before = self.grads.times().exposed;
-        Ok(())
-    }
-
-    fn read(&mut self, replica: &Replica, action: Action, batch: &mut MicroBatch) -> Result<(), TrainError> {
-        let (began, span) = (Instant::now(), replica.world.begin_span());
-        let MicroBatch { inputs, targets } = batch;
-        (self.loader).fill(self.step, action.micro_batch as u64, inputs, targets)?;
-        (replica.world).end_span(span, Kind::Data, || self.name_of(action, "data"));
-        self.times.data += began.elapsed();
-        Ok(())
-    }
-
-    fn samples(&self, micro_batch: usize) -> SampleKey {
-        sample_key(self.config, self.loader, self.step, micro_batch as u64)
-    }
-
-    fn sinks(&mut self) -> (&mut dyn Hooks, &mut dyn GradSink) {
-        (&mut self.hooks, &mut self.grads)
-    }
-
-    fn after(&mut self, replica: &Replica, enqueued: EnqueuedAction) -> Result<(), TrainError> {
-        let action = enqueued.action;
-        if let Some(losses) = enqueued.losses {
-            if replica.counts_losses() {
-                self.step_table.add(&losses, self.losses == 0);
-                self.positions += enqueued.positions;
-            }
-            self.losses += 1;
-        }
-        let waited = self.times.account(replica.take_times());
-        let waited = waited + (self.grads.times().exposed).saturating_sub(self.exposed_before);
-        let took = enqueued.began.elapsed().saturating_sub(waited);
-        if action.kind.is_compute() {
-            let (kind, sum) = match action.kind {
-                ActionKind::Forward => (Kind::Forward, &mut self.times.forward),
-                _ => (Kind::Backward, &mut self.times.backward),
-            };
-            *sum += took;
-            let noun = action.kind.noun();
-            (replica.world).end_span(enqueued.span, kind, || self.name_of(action, noun));
-        }
-        Ok(())
-    }
-
-    fn at_end(&mut self, replica: &Replica) {
-        if self.stages > 1 {
-            let rank = replica.world.mesh.index(&[Axis::Pipeline]);
-            (self.session).set_activity(|| replica.plan.behind_row_in_words(rank));
-        }
-    }
-}
-
-impl TrainingRow<'_> {
-    /// Name of a span. In a pipeline it begins with the action as schedules write it.
-    fn name_of(&self, action: Action, what: &str) -> String {
-        let m = action.micro_batch;
-        match (self.stages, self.micro_batches) {
-            (1, 1) => what.to_owned(),
-            (1, _) => format!("micro-batch {}: {what}", m + 1),
-            _ => format!("{action}: stage {}, micro-batch {m}: {what}", action.stage),
-        }
     }
 }
 
