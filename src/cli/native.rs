@@ -28,7 +28,9 @@ use ddp_worker::parallel::pipeline::PipelinePlan;
 pub use ddp_worker::plan::{Advice, Candidate, Comparison, Estimate, FoundLayout, LayoutSearch, Machines};
 use ddp_worker::pretrained::PretrainedError;
 use ddp_worker::session::{MemoryStore, Session, SessionError};
-use ddp_worker::train::{TrainError, check_initial_weights, check_resumes, pipeline_plan, run_worker};
+use ddp_worker::train::{
+    Assignment, Ended, TrainError, check_initial_weights, check_resumes, pipeline_plan, run_generations,
+};
 pub use ddp_worker::{costs, cuda};
 use nix::time::ClockId;
 
@@ -277,7 +279,7 @@ pub fn run(file: &Path, overrides: &[String]) -> ExitCode {
 }
 
 fn train(mut config: TrainConfig) -> ExitCode {
-    let session = match Session::from_env() {
+    let mut session = match Session::from_env() {
         Ok(session) => session,
         Err(error) => return fail(&error, session_exit_code(&error)),
     };
@@ -288,12 +290,28 @@ fn train(mut config: TrainConfig) -> ExitCode {
     if session.env().control.is_none() {
         config.run.out_dir = newest_run(&config.run).or(config.run.out_dir);
     }
+    let (first, mut is_reported) = (Assignment::of(&session), false);
+    let mut next = |ended: &mut Ended| {
+        let Err(error @ TrainError::GenerationOver { .. }) = ended else {
+            return None;
+        };
+        if !session.outlives() {
+            return None;
+        }
+        fail(error, FAILED);
+        is_reported = true;
+        // A worker without a place in the next generation ends with the error of this one.
+        session = session.park().ok()?;
+        is_reported = false;
+        Some(Assignment::of(&session))
+    };
     // The hook has written the message of a panic.
-    let Ok(outcome) = catch_unwind(AssertUnwindSafe(|| run_worker(&config, &session))) else {
+    let outcome = catch_unwind(AssertUnwindSafe(|| run_generations(&config, first, &mut next)));
+    let Ok(outcome) = outcome else {
         session.shutdown();
         libraries::exit_at_once(PANICKED);
     };
-    if let Err(error) = &outcome {
+    if let (Err(error), false) = (&outcome, is_reported) {
         fail(error, exit_code(error));
     }
     session.shutdown();

@@ -57,6 +57,51 @@ fn a_killed_worker_changes_nothing_in_the_result() {
     }
 }
 
+/// Nothing is saved before the end: what the other workers hold is all that is left of the run.
+#[test]
+fn the_other_workers_keep_their_processes_and_all_steps() {
+    const RANKS: [&str; 4] = ["0", "1", "2", "3"];
+    for (parallel, victim) in [
+        ("", 0),
+        ("parallel: { strategy: zero1, shard_group: 2 }\n", 3),
+        ("parallel: { strategy: zero3, shard_group: 2 }\n", 1),
+        ("parallel: { tensor: 2 }\n", 2),
+        ("parallel: { pipeline: { stages: 2 } }\n", 1),
+    ] {
+        let job = || {
+            TinyJob::with(|yaml| {
+                let yaml = yaml.replace("steps: 40", "steps: 150");
+                yaml.replace("checkpoint_every: 5", "checkpoint_every: 0") + parallel
+            })
+        };
+        let start = |job: &TinyJob| job.launch().nproc(4).start();
+        let (undisturbed, disturbed) = (job(), job());
+        start(&undisturbed).finish().expect_exit(0);
+        let running = start(&disturbed);
+        let pids = || RANKS.map(|rank| worker(running.pid(), rank));
+        let before = pids();
+        wait_for_step(&disturbed.out(), 20);
+        kill(Pid::from_raw(before[victim]), Signal::SIGKILL).expect("a living worker");
+        eventually("a step of the next generation", || {
+            (metrics(&disturbed.out()).last()?["generation"] == 2).then_some(())
+        });
+        let stayed: Vec<bool> = before
+            .iter()
+            .zip(pids())
+            .map(|(one, other)| *one == other)
+            .collect();
+        let finished = running.finish();
+        finished.expect_exit(0).expect_stdout("restarted after step ");
+        assert_eq!(stayed, [0, 1, 2, 3].map(|rank| rank != victim), "{parallel}");
+        assert_eq!(
+            parameters(&disturbed.out()),
+            parameters(&undisturbed.out()),
+            "{parallel}"
+        );
+        assert_eq!(metrics(&disturbed.out()).len(), 150, "{parallel}: each step once");
+    }
+}
+
 #[test]
 fn a_worker_killed_in_a_ring_changes_nothing_in_the_result() {
     a_kill_changes_nothing_in("recv from 1", |yaml| {
