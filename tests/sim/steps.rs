@@ -5,12 +5,12 @@
 //! part of another step, one sample twice or one update too few changes all chains from there on. At the end they must be
 //! those of a run that nothing disturbed. A rank that trained in the generation of the newest state must hold that state.
 
+mod generation;
+mod layout;
+
 use std::collections::BTreeMap;
 
-use ddp_proto::env::WorkerEnv;
-use ddp_proto::ids::WorldSize;
-use ddp_worker::config::{Parallel, Pipeline, ShardGroup, Strategy};
-use ddp_worker::mesh::{Axis, GRADIENTS, MeshShape, SAMPLES};
+use ddp_worker::mesh::{Axis, GRADIENTS, SAMPLES};
 use ddp_worker::metrics::MetricsLine;
 use ddp_worker::train::{Decision, Held, Place, Version, decide};
 use rand::rngs::StdRng;
@@ -18,13 +18,12 @@ use rand::{Rng, SeedableRng};
 
 use crate::{Replay, number};
 
+use generation::{Action, Among, Checkpoint, Life, Process, State, World};
+use layout::{BATCH, Layout, PARTS, first_chain, is_finite, mix, sum};
+
 const STEPS: u64 = 5;
 const VALIDATE_EVERY: u64 = 2;
 const SAVE_EVERY: u64 = 3;
-/// The axes along which ranks hold different parts.
-const PARTS: [Axis; 3] = [Axis::Pipeline, Axis::Shard, Axis::Tensor];
-/// Samples of a data-parallel rank in a step.
-const BATCH: u64 = 2;
 /// More than any run needs.
 const MAX_TICKS: usize = 20_000;
 /// Seeds of one test; they take a few seconds.
@@ -140,222 +139,6 @@ impl Tally {
     }
 }
 
-/// What a rank does next, in the order of a generation. From [`Action::Save`] the next step begins.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Action {
-    Report,
-    Decide,
-    Join,
-    TakeApart,
-    Load,
-    Gather,
-    FirstBucket,
-    LastBucket,
-    Norm,
-    Enter,
-    Leave,
-    Update,
-    /// An update that has collectives ends.
-    Updated,
-    Validate,
-    Record,
-    Save,
-    End,
-}
-
-impl Action {
-    const ALL: [Self; 17] = [
-        Self::Report,
-        Self::Decide,
-        Self::Join,
-        Self::TakeApart,
-        Self::Load,
-        Self::Gather,
-        Self::FirstBucket,
-        Self::LastBucket,
-        Self::Norm,
-        Self::Enter,
-        Self::Leave,
-        Self::Update,
-        Self::Updated,
-        Self::Validate,
-        Self::Record,
-        Self::Save,
-        Self::End,
-    ];
-}
-
-/// The ranks that take part in a collective.
-#[derive(Clone, Copy, Debug)]
-enum Among {
-    All,
-    /// Those that sum the gradients of the same part.
-    Gradients,
-    /// Those that hold one copy of the model.
-    Replica,
-}
-
-/// The ranks of one generation, and what they have exchanged.
-struct World {
-    generation: u64,
-    mesh: MeshShape,
-    /// By rank.
-    processes: Vec<usize>,
-    exchanged: BTreeMap<(u64, Action), Vec<Option<u64>>>,
-    reports: Vec<Option<Option<Held>>>,
-    /// The latest checkpoint, once rank 0 has looked.
-    latest: Option<u64>,
-    decision: Option<Decision>,
-    /// State on its way to each rank.
-    sent: Vec<Option<State>>,
-    /// The generation is over, which its ranks learn one by one.
-    is_over: bool,
-}
-
-/// The state of a part.
-#[derive(Clone, Debug, Default, PartialEq)]
-struct State {
-    chain: u64,
-    /// Data-parallel ranks in each step.
-    history: Vec<u64>,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq)]
-enum Life {
-    Runs,
-    Parked,
-    Ended,
-}
-
-/// A worker process.
-struct Process {
-    life: Life,
-    /// It does not learn that its generation is over.
-    is_cut_off: bool,
-    world: usize,
-    rank: usize,
-    next: Action,
-    /// `None`: nothing whole.
-    held: Option<Held>,
-    state: State,
-    /// What this rank contributes to the sums of the step, the sums, the ranks that they are of.
-    contribution: u64,
-    sums: u64,
-    of_ranks: u64,
-    /// Whether the numbers of all ranks in this step are finite.
-    is_finite: bool,
-    /// What is due after the step.
-    validates: bool,
-    saves: bool,
-    /// The save that this rank 0 is to complete.
-    saving: Option<u64>,
-    /// The last generation for which it gave up what it had kept.
-    trained_in: u64,
-}
-
-struct Checkpoint {
-    held: Held,
-    states: Vec<State>,
-}
-
-/// How a model lies on ranks.
-#[derive(Clone, Copy, Debug)]
-struct Layout {
-    kind: Kind,
-    parts: usize,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq)]
-enum Kind {
-    Shards,
-    Tensor,
-    Pipeline,
-}
-
-impl Layout {
-    fn mesh(self, copies: usize) -> MeshShape {
-        let ranks = (self.parts * copies) as u32;
-        let env = WorkerEnv {
-            world_size: WorldSize(ranks),
-            local_world_size: ranks,
-            ..WorkerEnv::single()
-        };
-        let ddp = Parallel {
-            strategy: Strategy::Ddp,
-            ..Parallel::default()
-        };
-        let parallel = match self.kind {
-            Kind::Shards => Parallel {
-                strategy: Strategy::Zero2,
-                shard_group: Some(ShardGroup::Ranks(self.parts)),
-                ..ddp
-            },
-            Kind::Tensor => Parallel {
-                tensor: self.parts,
-                ..ddp
-            },
-            Kind::Pipeline => Parallel {
-                pipeline: Pipeline {
-                    stages: self.parts,
-                    ..Pipeline::default()
-                },
-                ..ddp
-            },
-        };
-        MeshShape::new(&parallel, &env).expect("copies of parts are a mesh")
-    }
-
-    /// The state of all parts after these steps, and the number of updates, when nothing disturbs it.
-    fn undisturbed(self, seed: u64, history: &[u64]) -> (Vec<u64>, u64) {
-        let mut chains: Vec<u64> = (0..self.parts as u64)
-            .map(|part| first_chain(seed, part))
-            .collect();
-        let (mut sample, mut updates) = (0, 0);
-        for (step, &ranks) in history.iter().enumerate() {
-            let whole = chains.iter().fold(0, |whole, &chain| mix(whole, chain));
-            let of_ranks: Vec<u64> = (0..ranks).map(|rank| sample + rank * BATCH).collect();
-            sample += ranks * BATCH;
-            if !of_ranks.iter().all(|&sample| is_finite(seed, sample)) {
-                continue;
-            }
-            updates += 1;
-            for (part, chain) in chains.iter_mut().enumerate() {
-                let contributions: Vec<u64> = of_ranks.iter().map(|&sample| mix(whole, sample)).collect();
-                let sums =
-                    [Action::FirstBucket, Action::LastBucket].map(|bucket| sum(&contributions, part, bucket));
-                *chain = mix(*chain, mix(sums[0].wrapping_add(sums[1]), step as u64));
-            }
-        }
-        (chains, updates)
-    }
-}
-
-fn mix(a: u64, b: u64) -> u64 {
-    let mut x = a
-        .wrapping_add(b.wrapping_mul(0x9e37_79b9_7f4a_7c15))
-        .wrapping_add(1);
-    x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    x ^ (x >> 31)
-}
-
-fn first_chain(seed: u64, part: u64) -> u64 {
-    mix(seed, part)
-}
-
-/// Whether the loss of the samples from this one is a number.
-fn is_finite(seed: u64, sample: u64) -> bool {
-    !mix(seed ^ 0x5eed, sample).is_multiple_of(24)
-}
-
-/// The sum of a bucket of a part's gradient.
-fn sum(contributions: &[u64], part: usize, bucket: Action) -> u64 {
-    let of_bucket = contributions
-        .iter()
-        .map(|&value| mix(mix(value, part as u64), bucket as u64));
-    of_bucket.fold(0, u64::wrapping_add)
-}
-
 /// One run, from a seed.
 struct Run {
     seed: u64,
@@ -384,11 +167,7 @@ struct Run {
 impl Run {
     fn new(seed: u64, rules: Rules) -> Self {
         let mut rng = StdRng::seed_from_u64(seed);
-        let kind = [Kind::Shards, Kind::Tensor, Kind::Pipeline][rng.random_range(0..3)];
-        let layout = Layout {
-            kind,
-            parts: rng.random_range(1..=3),
-        };
+        let layout = Layout::random(&mut rng);
         let most = rng.random_range(1..=3);
         let least = if rng.random_bool(0.5) { most } else { 1 };
         let mut run = Self {
@@ -451,6 +230,9 @@ impl Run {
         let current = self.worlds.len() - 1;
         let lives = |process: &usize| self.processes[*process].life != Life::Ended;
         let living: Vec<usize> = (0..self.processes.len()).filter(lives).collect();
+        if living.is_empty() {
+            return;
+        }
         let it = &mut self.processes[living[self.rng.random_range(0..living.len())]];
         let is_elastic = self.copies[0] < self.copies[1];
         let is_alone = self.worlds[current].processes.len() == 1;
@@ -795,7 +577,9 @@ impl Run {
                 Action::FirstBucket
             }
             Action::FirstBucket | Action::LastBucket => {
-                it.sums = it.sums.wrapping_add(sum(&exchanged, part, next));
+                it.sums = it
+                    .sums
+                    .wrapping_add(sum(&exchanged, part, u64::from(next == Action::LastBucket)));
                 if next == Action::FirstBucket {
                     Action::LastBucket
                 } else {
@@ -940,28 +724,6 @@ impl Run {
         match &self.checkpoint {
             Some(saved) if saved.held.version.step == STEPS => Ok(self.tally),
             _ => Err("the last checkpoint is missing".to_owned()),
-        }
-    }
-}
-
-impl Process {
-    fn new() -> Self {
-        Self {
-            life: Life::Runs,
-            is_cut_off: false,
-            world: 0,
-            rank: 0,
-            next: Action::Report,
-            held: None,
-            state: State::default(),
-            contribution: 0,
-            sums: 0,
-            of_ranks: 0,
-            is_finite: true,
-            validates: false,
-            saves: false,
-            saving: None,
-            trained_in: 0,
         }
     }
 }

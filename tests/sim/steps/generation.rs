@@ -1,0 +1,146 @@
+//! The ranks of a generation: what each does next, what it holds, and what they have exchanged.
+
+use std::collections::BTreeMap;
+
+use ddp_worker::mesh::MeshShape;
+use ddp_worker::train::{Decision, Held};
+
+/// What a rank does next, in the order of a generation. From [`Action::Save`] the next step begins.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Action {
+    Report,
+    Decide,
+    Join,
+    TakeApart,
+    Load,
+    Gather,
+    FirstBucket,
+    LastBucket,
+    Norm,
+    Enter,
+    Leave,
+    Update,
+    /// An update that has collectives ends.
+    Updated,
+    Validate,
+    Record,
+    Save,
+    End,
+}
+
+impl Action {
+    pub(super) const ALL: [Self; 17] = [
+        Self::Report,
+        Self::Decide,
+        Self::Join,
+        Self::TakeApart,
+        Self::Load,
+        Self::Gather,
+        Self::FirstBucket,
+        Self::LastBucket,
+        Self::Norm,
+        Self::Enter,
+        Self::Leave,
+        Self::Update,
+        Self::Updated,
+        Self::Validate,
+        Self::Record,
+        Self::Save,
+        Self::End,
+    ];
+}
+
+/// The ranks that take part in a collective.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Among {
+    All,
+    /// Those that sum the gradients of the same part.
+    Gradients,
+    /// Those that hold one copy of the model.
+    Replica,
+}
+
+/// The ranks of one generation, and what they have exchanged.
+pub(super) struct World {
+    pub(super) generation: u64,
+    pub(super) mesh: MeshShape,
+    /// By rank.
+    pub(super) processes: Vec<usize>,
+    pub(super) exchanged: BTreeMap<(u64, Action), Vec<Option<u64>>>,
+    pub(super) reports: Vec<Option<Option<Held>>>,
+    /// The latest checkpoint, once rank 0 has looked.
+    pub(super) latest: Option<u64>,
+    pub(super) decision: Option<Decision>,
+    /// State on its way to each rank.
+    pub(super) sent: Vec<Option<State>>,
+    /// The generation is over, which its ranks learn one by one.
+    pub(super) is_over: bool,
+}
+
+/// The state of a part.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(super) struct State {
+    pub(super) chain: u64,
+    /// Data-parallel ranks in each step.
+    pub(super) history: Vec<u64>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum Life {
+    Runs,
+    Parked,
+    Ended,
+}
+
+/// A worker process.
+pub(super) struct Process {
+    pub(super) life: Life,
+    /// It does not learn that its generation is over.
+    pub(super) is_cut_off: bool,
+    pub(super) world: usize,
+    pub(super) rank: usize,
+    pub(super) next: Action,
+    /// `None`: nothing whole.
+    pub(super) held: Option<Held>,
+    pub(super) state: State,
+    /// What this rank contributes to the sums of the step, the sums, the ranks that they are of.
+    pub(super) contribution: u64,
+    pub(super) sums: u64,
+    pub(super) of_ranks: u64,
+    /// Whether the numbers of all ranks in this step are finite.
+    pub(super) is_finite: bool,
+    /// What is due after the step.
+    pub(super) validates: bool,
+    pub(super) saves: bool,
+    /// The save that this rank 0 is to complete.
+    pub(super) saving: Option<u64>,
+    /// The last generation for which it gave up what it had kept.
+    pub(super) trained_in: u64,
+}
+
+pub(super) struct Checkpoint {
+    pub(super) held: Held,
+    pub(super) states: Vec<State>,
+}
+
+impl Process {
+    pub(super) fn new() -> Self {
+        Self {
+            life: Life::Runs,
+            is_cut_off: false,
+            world: 0,
+            rank: 0,
+            next: Action::Report,
+            held: None,
+            state: State::default(),
+            contribution: 0,
+            sums: 0,
+            of_ranks: 0,
+            is_finite: true,
+            validates: false,
+            saves: false,
+            saving: None,
+            trained_in: 0,
+        }
+    }
+}
