@@ -2,7 +2,7 @@
 """Benchmarks of ddp-run beside its peers, alternating in one run; prints Markdown. Standard library only.
 
     cargo build --release --workspace --bins --examples
-    python3 tests/bench/run.py launch rendezvous budgets restart collectives steps strategies layouts context experts stall --torch /path/to/venv/bin --mpi
+    python3 tests/bench/run.py launch rendezvous budgets restart live collectives steps strategies layouts context experts stall --torch /path/to/venv/bin --mpi
 
 Without --torch or --mpi the peers are left out; that of `experts` needs `transformers` too. Each figure is a median with its
 smallest and largest value; compare within one table, not between runs.
@@ -135,19 +135,32 @@ def lines_of(path):
         return []
 
 
-def restart_once(folder):
-    """Milliseconds from SIGKILL of a worker to the first finished step of the next generation."""
+# Parameters: layers, heads, channels, vocabulary; and the steps between two checkpoints.
+LIVE = {
+    "1 M": (4, 4, 128, 1024, 20),
+    "10 M": (5, 6, 384, 2048, 20),
+    "124 M": (12, 12, 768, 50257, 5),
+}
+
+
+def restart_once(folder, program=RUN, ranks=2, sets=(), every=20, is_new=False):
+    """Milliseconds from SIGKILL of a worker, a few steps behind a checkpoint, to the first finished step of the next
+    generation; with `is_new` to the first one that was not finished before."""
     out = pathlib.Path(folder) / "run"
-    command = [RUN, "--nproc-per-node", "2", "--set", f"run.out_dir={out}", "--set", "train.steps=100000"]
-    command += ["--set", "train.checkpoint_every=20", ROOT / "examples/single-node/train.yaml"]
+    command = [program, "--nproc-per-node", str(ranks), "--set", f"run.out_dir={out}", "--set", "train.steps=100000"]
+    command += [word for value in sets for word in ("--set", value)]
+    command += ["--set", f"train.checkpoint_every={every}", ROOT / "examples/single-node/train.yaml"]
     job = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         metrics = out / "metrics.jsonl"
-        first = wait_for(lambda: next((m for m in lines_of(metrics) if m["step"] > 25), None), "step 25")
+        behind = every + every // 4
+        first = wait_for(lambda: next((m for m in lines_of(metrics) if m["step"] > behind), None), f"step {behind}")
         worker = int(workers_of(job)[-1].name)
         killed = time.perf_counter()
         os.kill(worker, signal.SIGKILL)
-        newer = lambda: next((m for m in lines_of(metrics) if m["generation"] > first["generation"]), None)
+        last = lines_of(metrics)[-1]["step"] if is_new else 0
+        is_newer = lambda line: line["generation"] > first["generation"] and line["step"] > last
+        newer = lambda: next(filter(is_newer, lines_of(metrics)), None)
         wait_for(newer, "a step of the next generation")
         return (time.perf_counter() - killed) * 1e3
     finally:
@@ -155,10 +168,10 @@ def restart_once(folder):
         job.wait()
 
 
-def torch_restart(torch):
+def torch_restart(torch, ranks=2):
     """The same of torchrun: from SIGKILL to the first all-reduce, as the script itself prints it."""
     env = dict(os.environ, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
-    command = [f"{torch}/torchrun", "--standalone", "--nproc-per-node", "2", "--max-restarts", "3", PEERS / "restart.py"]
+    command = [f"{torch}/torchrun", "--standalone", "--nproc-per-node", str(ranks), "--max-restarts", "3", PEERS / "restart.py"]
     out = subprocess.run(command, capture_output=True, text=True, env=env, timeout=DEADLINE_S).stdout
     return float(re.search(r"first all_reduce ([0-9.]+) s", out).group(1)) * 1e3
 
@@ -174,6 +187,26 @@ def bench_restart(args):
     print(f"| ddp-run: first finished training step, resumed from the checkpoint | {spread(ours)} |")
     if theirs:
         print(f"| torchrun: first all-reduce of an empty script | {spread(theirs)} |")
+
+
+def bench_live(args):
+    print("\n### From `kill -9` of a rank to the end of a step that was not finished before, 1 thread a rank\n")
+    print("| parameters | ranks | live | restart of all | torchrun |\n|---|---|---|---|---|")
+    for name, (layers, heads, width, vocab, every) in LIVE.items():
+        sets = [f"model.n_layer={layers}", f"model.n_head={heads}", f"model.n_embd={width}", f"model.vocab_size={vocab}"]
+        sets += ["model.block_size=64", "train.micro_batch=1", "train.threads=1", "train.eval_every=0"]
+        for ranks in (2, 4, 8):
+            live, old, theirs = [], [], []
+            for turn in range(args.turns):
+                for times, program in ((live, RUN), (old, args.old)):
+                    if program:
+                        with tempfile.TemporaryDirectory() as folder:
+                            times.append(restart_once(folder, program, ranks, sets, every, is_new=True))
+                if args.torch and name == "1 M" and turn < 3:
+                    theirs.append(torch_restart(args.torch, ranks))
+            words = [spread(times) if times else "not measured" for times in (live, old, theirs)]
+            print(f"| {name} | {ranks} | {' | '.join(words)} |", flush=True)
+    print("\ntorchrun: an empty script, until its first all-reduce.")
 
 
 def bench_collectives(args):
@@ -428,9 +461,10 @@ def bench_stall(_args):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     known = ["launch", "rendezvous", "budgets", "restart", "collectives", "steps", "strategies", "layouts"]
-    known += ["context", "experts", "stall"]
+    known += ["context", "experts", "stall", "live"]
     parser.add_argument("what", nargs="+", choices=known)
     parser.add_argument("--torch", help="bin folder of a Python environment with PyTorch")
+    parser.add_argument("--old", help="an older ddp-run, beside which `live` is measured")
     parser.add_argument("--mpi", action="store_true", help="compare with Open MPI")
     parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--isa", choices=["baseline", "avx2"], help="a lower instruction set than the machine's best, for ours and PyTorch's; products of `baseline` are scalar code, PyTorch's use SSE4")

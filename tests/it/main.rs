@@ -25,6 +25,7 @@ mod key_value;
 mod kill9;
 mod launcher_killed;
 mod limits;
+mod live;
 mod main_job;
 mod memory;
 mod numa;
