@@ -203,17 +203,17 @@ mod tests {
     use crate::config::{Parallel, ShardGroup, Strategy};
     use crate::mesh::GRADIENTS;
 
-    fn mesh(ranks: u32, parallel: Parallel) -> MeshShape {
+    fn mesh(ranks: u32, parallel: &Parallel) -> MeshShape {
         let env = WorkerEnv {
             world_size: WorldSize(ranks),
             local_world_size: ranks,
             ..WorkerEnv::single()
         };
-        MeshShape::new(&parallel, &env).unwrap()
+        MeshShape::new(parallel, &env).unwrap()
     }
 
     fn ddp(ranks: u32) -> MeshShape {
-        mesh(ranks, Parallel::default())
+        mesh(ranks, &Parallel::default())
     }
 
     /// Two shards in copies, or all ranks' shards.
@@ -223,7 +223,7 @@ mod tests {
             shard_group: shard_group.map(ShardGroup::Ranks),
             ..Parallel::default()
         };
-        mesh(ranks, parallel)
+        mesh(ranks, &parallel)
     }
 
     fn version(text: &str) -> Version {
@@ -274,7 +274,7 @@ mod tests {
         let hsdp = sharded(4, Some(2));
         let experts = mesh(
             4,
-            Parallel {
+            &Parallel {
                 expert: 2,
                 ..Parallel::default()
             },
