@@ -36,7 +36,8 @@ from typing import TYPE_CHECKING, Any, Callable
 if TYPE_CHECKING:
     from .launch import Failure, LaunchConfig, LaunchFailed, elastic_launch
 
-__all__ = ["GenerationOver", "check_generation", "generation", "heartbeat", "record", "sizes", "stop_requested", "stoppable"]
+__all__ = ["GenerationOver", "LiveJob", "StateLost", "check_generation", "generation", "heartbeat", "live", "record", "sizes"]
+__all__ += ["stop_requested", "stoppable"]
 # For programs that start jobs; training scripts do not import them.
 _OF_LAUNCH = ("Failure", "LaunchConfig", "LaunchFailed", "elastic_launch")
 __all__ += _OF_LAUNCH
@@ -48,8 +49,10 @@ SEND_TIMEOUT_S = 5
 ANSWER_TIMEOUT_S = 5.0
 # The signals that stop `ddp-run` unless `--signals-to-handle` says otherwise; it sends the same one to its workers.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-# How long a failed rank waits to learn whose failure caused its own. The launcher waits as long before it signals.
-CAUSE_TIMEOUT_S = 1.0
+# How long a failed rank waits to learn whose failure caused its own; one that may go on waits longer.
+CAUSE_TIMEOUT_S, CONFIRM_TIMEOUT_S = 1.0, 5.0
+# Longest wait for the next generation. The launcher ends processes for which there is none.
+PARK_TIMEOUT_S = 24 * 3600.0
 # How often a rank looks for a request that another rank got, and for the answers of all ranks to it.
 LOOK_INTERVAL_S, ANSWER_INTERVAL_S = 1.0, 0.1
 # Longest time to connect to PyTorch's store, to learn where all ranks stop, and until all others know it.
@@ -192,36 +195,58 @@ def stoppable(save: Callable[[], Any], agree: Callable[[bool], bool] | None = No
     `boundary` equally often. `agree(asked)` replaces that: it gets whether this rank was asked, and returns whether any
     rank was. Without both each rank decides alone, and ranks may leave at different steps.
     """
-    agreement, done = _Agreement(next(_blocks), _launcher.asked_to_stop), 0
-    stops_here = agree or agreement.stops_here
+    with _Block(save, agree) as block:
+        if agree is None:
+            # Now if possible: another rank may be asked before this one gets to its first boundary.
+            block.start()
+        yield block.boundary
 
-    def boundary(step: int, loss: float | None = None, waited_s: float | None = None) -> None:
-        nonlocal done
-        done = step
+
+class _Block(contextlib.AbstractContextManager):
+    """The block of `stoppable`; of `live`, if it `lives`: another generation may follow in this process."""
+
+    def __init__(self, save: Callable[[], Any], agree: Callable[[bool], bool] | None, lives: bool = False) -> None:
+        self._save, self._lives, self._done = save, lives, 0
+        # A process that is kept has had more blocks than a new one.
+        self._agreement = _Agreement("live" if lives else next(_blocks), _launcher.asked_to_stop)
+        self._stops_here = agree or self._agreement.stops_here
+
+    def start(self) -> None:
+        self._agreement.start()
+
+    def boundary(self, step: int, loss: float | None = None, waited_s: float | None = None) -> None:
+        self._done = step
         heartbeat(step, loss=loss, waited_s=waited_s)
         check_generation()
-        if stops_here(stop_requested()):
+        if self._stops_here(stop_requested()):
             raise _Stop
 
-    try:
-        with agreement:
-            if agree is None:
-                # Now if possible: another rank may be asked before this one gets to its first boundary.
-                agreement.start()
-            _launcher.listen()
-            yield boundary
-    except _Stop:
-        heartbeat(done, "saving")
-        with _signals_ignored():
-            save()
-        raise SystemExit(0) from None
-    except (RuntimeError, OSError) as error:  # what collectives raise when a peer is gone
-        if _launcher.over.wait(CAUSE_TIMEOUT_S) and _launcher.cause is not None:
+    def __enter__(self) -> _Block:
+        self._agreement.__enter__()
+        _launcher.listen()
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        self._agreement.__exit__(kind, error, trace)
+        if kind is None:
+            _launcher.hang_up()
+        elif kind is _Stop:
+            heartbeat(self._done, "saving")
+            with _signals_ignored():
+                self._save()
+            # Another rank may have been asked first.
+            if self._lives and _launcher.asked_to_stop.wait(CONFIRM_TIMEOUT_S) and _launcher.may_stay:
+                raise GenerationOver("nodes join or leave") from None
+            raise SystemExit(0) from None
+        elif isinstance(error, (RuntimeError, OSError)) and not isinstance(error, StateLost):
+            # What collectives raise when a peer is gone.
+            if _launcher.over.wait(CONFIRM_TIMEOUT_S if self._lives else CAUSE_TIMEOUT_S) and _launcher.cause is not None:
+                raise GenerationOver(_launcher.cause) from error
+            if _launcher.asked_to_stop.is_set():
+                raise GenerationOver("the job was asked to stop, and ranks of it are gone") from error
+        elif self._lives and isinstance(error, ValueError) and _launcher.cause is not None:
+            # What they raise where the process groups are gone already.
             raise GenerationOver(_launcher.cause) from error
-        if _launcher.asked_to_stop.is_set():
-            raise GenerationOver("the job was asked to stop, and ranks of it are gone") from error
-        raise
-    _launcher.hang_up()
 
 
 @contextlib.contextmanager
@@ -251,7 +276,7 @@ class _Agreement(contextlib.AbstractContextManager):
     left. Only the thread uses the store: the rank itself may be in a collective that waits for a rank that waits here.
     """
 
-    def __init__(self, block: int, asked: threading.Event) -> None:
+    def __init__(self, block: int | str, asked: threading.Event) -> None:
         self._prefix, self._asked, self._lock = f"ddp_run/stop/{generation()}/{block}/", asked, threading.Lock()
         self._passed, self._limit, self._last = 0, 0, 0  # numbers of boundaries; 0: not known yet
         self._wake, self._left, self._known = threading.Event(), threading.Event(), threading.Event()
@@ -364,15 +389,20 @@ class _Launcher:
 
     def __init__(self) -> None:
         self.asked_to_stop = threading.Event()
+        # It was, for nodes that join or leave: this process may take part in the next generation.
+        self.may_stay = False
         # Set as soon as `cause` is known, or never will be.
         self.over = threading.Event()
         self.cause: str | None = None
+        # Called with the cause; another thread may wait for a collective that never ends by itself.
+        self.on_over: Callable[[], None] | None = None
         # The launcher has answered to the last `hello`, or never will.
         self._answered = threading.Event()
         # Reentrant: a signal handler may interrupt a call of its own thread.
         self._lock = threading.RLock()
         self._socket: socket.socket | None = None
         self._listens = False
+        self._parks = False
         self._is_lost = False
         self.waited_s = 0.0
         if "DDP_CONTROL" not in os.environ:
@@ -402,6 +432,24 @@ class _Launcher:
         if last is not None:
             _hang_up(last)
 
+    def park(self) -> bool:
+        """Waits for this process' place in the next generation, which `os.environ` has then; false if none follows."""
+        if self._is_lost or (self.asked_to_stop.is_set() and not self.may_stay):
+            return False
+        with self._lock:
+            self._parks = True
+            self._open(listens=True)
+        self._answered.wait(PARK_TIMEOUT_S)
+        return not self._is_lost and not self._parks
+
+    def _take(self, assignment: dict[str, str]) -> None:
+        """The next generation begins in this process."""
+        # With `--virtual-local-rank`, the local rank of this process is another one.
+        os.environ.update((name, value) for name, value in assignment.items() if name != "LOCAL_RANK")
+        self._parks, self.cause, self.may_stay, self.waited_s = False, None, False, 0.0
+        self.asked_to_stop.clear()
+        self.over.clear()
+
     def _open(self, listens: bool) -> None:
         if self._is_lost:
             return
@@ -415,7 +463,8 @@ class _Launcher:
             # Limits connecting and writing only: the reader waits for as long as it takes.
             opened.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_TIMEOUT_S, 0))
             opened.connect(os.environ["DDP_CONTROL"].replace("@", "\0", 1))
-            opened.sendall(_line({"type": "hello", "protocol": 1, "listens": listens, **place}))
+            outlives = {"outlives": True} if self._parks else {}
+            opened.sendall(_line({"type": "hello", "protocol": 1, "listens": listens, **outlives, **place}))
             threading.Thread(target=self._read, args=(opened,), name="ddp_run", daemon=True).start()
         except (OSError, RuntimeError):  # the second: no thread can be started any more
             self._lose()
@@ -433,8 +482,13 @@ class _Launcher:
         try:
             with connection.makefile("rb") as lines:
                 while (line := lines.readline(MAX_LINE_BYTES)).endswith(b"\n"):
-                    self._receive(json.loads(line))
-        except (OSError, ValueError, RecursionError):
+                    message = json.loads(line)
+                    with self._lock:
+                        # A process that parks leaves an earlier generation's connection.
+                        is_current = connection is self._socket
+                    if is_current:
+                        self._receive(message)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             pass
         with self._lock:
             if connection is self._socket:
@@ -443,12 +497,17 @@ class _Launcher:
     def _receive(self, message: Any) -> None:
         kind = message.get("type") if isinstance(message, dict) else None
         if kind == "assignment":
+            if self._parks:
+                self._take(message["env"])
             self._answered.set()
         elif kind == "stop_at_step_boundary":
+            self.may_stay = message.get("stay") is True
             self.asked_to_stop.set()
         elif kind == "generation_over" and message.get("generation", 0) >= generation():
             self.cause = str(message.get("cause"))
             self.over.set()
+            if self.on_over is not None:
+                self.on_over()
         elif kind == "describe":
             text = _threads()[:MAX_STATE_CHARS]
             self.say(type="state", text=text)
@@ -509,3 +568,5 @@ def _forget_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_in_child)
+
+from .recovery import LiveJob, StateLost, live  # noqa: E402  (it uses what is above)

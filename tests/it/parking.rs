@@ -29,7 +29,13 @@ fn survivors_keep_their_processes_over_three_kills_of_their_sibling() {
     if python_is_missing() {
         return;
     }
-    let finished = worker(4, 1).nproc(4).flag("--max-restarts", "3").run();
+    let logs = tempfile::tempdir().unwrap();
+    let log_dir = logs.path().to_str().unwrap();
+    let finished = worker(4, 1)
+        .nproc(4)
+        .flag("--max-restarts", "3")
+        .flag("--log-dir", log_dir)
+        .run();
     finished.expect_exit(0);
     let mut pids = BTreeMap::<&str, BTreeSet<i32>>::new();
     for rank in ["0", "1", "2", "3"] {
@@ -45,7 +51,15 @@ fn survivors_keep_their_processes_over_three_kills_of_their_sibling() {
     assert_eq!(processes, [1, 4, 4, 1], "{pids:?}");
     finished
         .expect_stderr("rank 1 (node")
+        .expect_stderr(&format!("kept: ranks 0, 3; logs in {log_dir}/attempt_3"))
         .expect_no_stderr("cannot kill");
+    // The folder of each attempt has the logs of all its workers: those that were kept go on in the first one.
+    for (rank, generations) in [(0, 1..=4), (1, 4..=4), (2, 4..=4), (3, 1..=4)] {
+        let log = logs.path().join(format!("attempt_3/{rank}/stdout.log"));
+        let text = std::fs::read_to_string(log).unwrap();
+        let has = |generation: &i32| text.contains(&format!("of generation {generation} "));
+        assert_eq!((1..=4).filter(has).collect::<Vec<_>>(), generations.collect::<Vec<_>>());
+    }
 }
 
 #[test]
@@ -70,7 +84,8 @@ fn a_worker_stays_while_its_job_grows_but_not_when_it_is_to_stop() {
     second.wait_for("of generation 2 has pid");
     first.signal(Signal::SIGTERM);
     first.finish().expect_exit(143);
-    // Its worker stays too, and is the only one of the last generation.
+    // Its worker stays too, and is the only one of the last generation: as rank 0, also on the console.
+    second.wait_for("[0] rank 0 of generation 3");
     second.finish().expect_exit(0);
     daemon.stop().expect_exit(0);
 }

@@ -179,6 +179,20 @@ impl WorkerFiles {
         Ok(Self::Logged(directory))
     }
 
+    /// The files of a worker that is kept, which the folder of its next attempt shows too.
+    pub(crate) fn continued(&self, log_dir: Option<&Path>, attempt: u32, rank: GlobalRank) -> Self {
+        let (Self::Logged(directory), Some(root)) = (self, log_dir) else {
+            return self.clone();
+        };
+        let link = root.join(format!("attempt_{attempt}")).join(rank.to_string());
+        let target = directory.strip_prefix(root).map(|folder| Path::new("..").join(folder));
+        match target.map(|target| symlink(target, &link)) {
+            Ok(Ok(())) => Self::Logged(link),
+            // There are file systems without links.
+            _ => self.clone(),
+        }
+    }
+
     /// `TORCHELASTIC_ERROR_FILE`.
     pub(crate) fn error_file(&self) -> PathBuf {
         match self {
@@ -298,6 +312,24 @@ mod tests {
             Some("last words"),
             "nothing is lost"
         );
+    }
+
+    #[test]
+    fn the_folder_of_a_worker_that_is_kept_is_in_each_attempt() {
+        let dir = tempfile::tempdir().unwrap();
+        let first = WorkerFiles::create(Some(dir.path()), Path::new("unused"), 0, GlobalRank(5)).unwrap();
+        fs::write(first.error_file(), "last words").unwrap();
+        let mut files = first;
+        for (attempt, rank) in [(1, 3), (4, 3)] {
+            fs::create_dir(dir.path().join(format!("attempt_{attempt}"))).unwrap();
+            files = files.continued(Some(dir.path()), attempt, GlobalRank(rank));
+            let file = dir.path().join(format!("attempt_{attempt}/{rank}/error.json"));
+            assert_eq!(files.error_file(), file);
+            assert_eq!(files.error_message().as_deref(), Some("last words"));
+        }
+        // Without a place for the link, it stays where it is.
+        let here = files.continued(Some(dir.path()), 9, GlobalRank(3)).error_file();
+        assert_eq!(here, files.error_file());
     }
 
     #[test]

@@ -54,8 +54,8 @@ pub(crate) struct WorkerStream {
     pub(crate) pipe: OwnedFd,
     pub(crate) log: Option<LogFile>,
     pub(crate) tail: TailWriter,
-    /// Precedes its lines on the console, if it is shown there.
-    pub(crate) prefix: Option<String>,
+    /// Precedes its lines on the console, if it is shown there. A worker that is kept may get another rank.
+    pub(crate) prefix: Option<watch::Receiver<String>>,
     /// Leaves out errors that another rank has printed.
     pub(crate) errors: RankErrors,
     /// Gets a copy of the lines that contain certain words.
@@ -136,7 +136,7 @@ async fn read(mut worker: WorkerStream, console: Console, unread: Unread) {
         stream: worker.stream,
         id: u64::from(rank.0),
     };
-    let new = |prefix: String| ShownStream::new(console.clone(), source, &prefix, worker.errors, unread);
+    let new = |prefix| ShownStream::new(console.clone(), source, prefix, worker.errors, unread);
     let mut shown = worker.prefix.map(new);
     let mut take = |segment: &Segment<'_>, shown: &mut Option<ShownStream>| {
         worker.tail.push(segment);
@@ -189,6 +189,7 @@ async fn read(mut worker: WorkerStream, console: Console, unread: Unread) {
 /// A stream that the console shows.
 struct ShownStream {
     console: Console,
+    prefix: watch::Receiver<String>,
     errors: RankErrors,
     /// How lines of a native worker look, behind a prefix of so many columns.
     own: Option<(Look, usize)>,
@@ -201,7 +202,13 @@ struct ShownStream {
 }
 
 impl ShownStream {
-    fn new(console: Console, source: Source, prefix: &str, errors: RankErrors, unread: Unread) -> Self {
+    fn new(
+        console: Console,
+        source: Source,
+        prefix: watch::Receiver<String>,
+        errors: RankErrors,
+        unread: Unread,
+    ) -> Self {
         let (forward, mut read) = mpsc::channel(READ_AHEAD);
         let (place, look) = (console.clone(), console.looks[source.stream as usize]);
         tokio::spawn(async move {
@@ -212,16 +219,19 @@ impl ShownStream {
         });
         Self {
             console,
-            own: errors.is_native.then(|| (look, prefix.chars().count())),
+            own: errors
+                .is_native
+                .then(|| (look, prefix.borrow().chars().count())),
             errors,
             forward,
             next: Chunk {
                 source,
-                prefix: look.prefix(prefix, Some(source.id as u32)).into(),
+                prefix: "".into(),
                 bytes: Vec::new(),
                 continues: false,
             },
             deadline: None,
+            prefix,
         }
     }
 
@@ -271,9 +281,12 @@ impl ShownStream {
         if let Some((look, prefix)) = self.own {
             bytes = look.apply(&String::from_utf8_lossy(&bytes), prefix).into_bytes();
         }
+        let Source { stream, id } = self.next.source;
+        let prefix = self.prefix.borrow().replace(TIME, &now());
+        let prefix = self.console.looks[stream as usize].prefix(&prefix, Some(id as u32));
         let chunk = Chunk {
             bytes,
-            prefix: self.next.prefix.replace(TIME, &now()).into(),
+            prefix: prefix.into(),
             ..self.next.clone()
         };
         // It is open as long as this stream is.
@@ -427,7 +440,7 @@ mod tests {
                 shown: ShownStream::new(
                     console.clone(),
                     SOURCE,
-                    "[0] ",
+                    watch::channel("[0] ".to_owned()).1,
                     RepeatedErrors::default().of_rank(GlobalRank(0), false),
                     reads,
                 ),
@@ -514,7 +527,7 @@ mod tests {
             pipe: pipe.into(),
             log: None,
             tail: writer,
-            prefix: Some(String::new()),
+            prefix: Some(watch::channel(String::new()).1),
             errors: RepeatedErrors::default().of_rank(GlobalRank(1), false),
             duplicate: None,
         };

@@ -41,12 +41,14 @@ pub(crate) enum LogEvent<'a> {
         restart_count: u32,
         reason: &'a str,
     },
-    /// A worker runs.
+    /// A worker runs; one that was kept has outlived an earlier generation.
     WorkerStarted {
         generation: u64,
         rank: u32,
         local_rank: u32,
         pid: i32,
+        #[serde(skip_serializing_if = "std::ops::Not::not")]
+        kept: bool,
     },
     /// A worker has ended.
     WorkerEnded {
@@ -316,6 +318,7 @@ mod tests {
                 rank: 4,
                 local_rank: 0,
                 pid: 77,
+                kept: false,
             });
             log.shutdown().await;
         }

@@ -276,6 +276,7 @@ impl<'a> Driver<'a> {
                         rank: rank.0,
                         local_rank: local_rank.0,
                         pid: *pid,
+                        kept: self.machine.is_parked(*local_rank),
                     });
                     self.control.set_pid(*local_rank, Some(*pid));
                 }
@@ -480,10 +481,9 @@ impl<'a> Driver<'a> {
             .worker_group
             .parked(|local_rank| machine.is_parked(local_rank));
         self.worker_group = parked;
-        let parked = self
-            .parked()
-            .into_iter()
-            .map(|(local_rank, _)| local_rank)
+        let parked = self.parked().into_iter();
+        let parked = parked
+            .filter_map(|(local_rank, _)| Some((local_rank, self.worker_group.files_of(local_rank)?)))
             .collect();
         let agent_store = self.master_endpoint.host(&self.launch, &assignment);
         let prepared = self

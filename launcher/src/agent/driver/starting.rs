@@ -1,6 +1,6 @@
 //! The beginning of a generation: how this node joins it, and what its workers are started from.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -14,6 +14,7 @@ use super::super::machine::ExitReason;
 use super::super::workers::{SpawnContext, WorkerGroup, no_pipes};
 use super::inbox::LoopEvent;
 use crate::cgroup::{CgroupEntry, WorkerCgroup};
+use crate::output::logs::WorkerFiles;
 use crate::spawn::spawner::{self, Batch, SpawnEvent, WorkerSpec};
 
 /// Version of the protocol that this agent speaks.
@@ -93,7 +94,7 @@ impl Starter {
         generation: Generation,
         assignment: Assignment,
         agent_store: Result<bool, ExitReason>,
-        parked: BTreeSet<LocalRank>,
+        parked: BTreeMap<LocalRank, WorkerFiles>,
     ) -> impl Future<Output = LoopEvent> + Send + use<> {
         self.run_token.clone_from(&assignment.run_token);
         self.preparing = true;

@@ -33,6 +33,7 @@ use ddp_proto::words::numbered;
 use nix::fcntl::OFlag;
 use nix::sys::signal::{Signal, kill, killpg};
 use nix::unistd::{Pid, pipe2};
+use tokio::sync::watch;
 
 use super::machine::ExitReason;
 use crate::output::logs::WorkerFiles;
@@ -91,8 +92,12 @@ struct Worker {
     /// The message in its error file, once that has been read.
     in_file: Option<String>,
     files: WorkerFiles,
+    /// What its lines on the console begin with.
+    prefix: watch::Sender<String>,
     stdout: TailReader,
     stderr: TailReader,
+    /// It was started in an earlier generation.
+    is_kept: bool,
     sent: Option<i32>,
     end: Option<End>,
 }
@@ -131,6 +136,8 @@ pub(super) struct Prepared {
     pub(super) worker_group: WorkerGroup,
     pub(super) specs: Vec<WorkerSpec>,
     pub(super) contracts: Vec<WorkerEnv>,
+    /// Files and prefixes of the workers that are parked.
+    kept: BTreeMap<LocalRank, (WorkerFiles, String)>,
     /// Address of this node.
     pub(super) node_addr: String,
     /// Of the generation's data connections.
@@ -185,16 +192,22 @@ impl WorkerGroup {
         let duplicates = [duplicate(Stream::Stdout)?, duplicate(Stream::Stderr)?];
         // Nothing tells the two streams of a worker apart then.
         let merges = reader.merges() && !plan.command.native && plan.log_dir.is_none();
-        let (mut specs, mut contracts) = (Vec::new(), Vec::new());
+        let (mut specs, mut contracts, mut kept) = (Vec::new(), Vec::new(), BTreeMap::new());
         for mut contract in context.contracts(generation, assignment) {
             let (rank, local_rank) = (contract.rank, contract.local_rank);
-            if context.parked.contains(&local_rank) {
+            let (log_dir, parked) = (plan.log_dir.as_deref(), context.parked.get(&local_rank));
+            let files = match parked {
+                Some(parked) => parked.continued(log_dir, attempt, rank),
+                None => WorkerFiles::create(log_dir, &context.scratch_dir, attempt, rank)?,
+            };
+            contract.error_file = Some(files.error_file().to_string_lossy().into_owned());
+            let prefix = plan.output.prefix.of(&contract, &context.hostname);
+            if parked.is_some() {
+                kept.insert(local_rank, (files, prefix));
                 contracts.push(contract);
                 continue;
             }
-            let files = WorkerFiles::create(plan.log_dir.as_deref(), &context.scratch_dir, attempt, rank)?;
-            contract.error_file = Some(files.error_file().to_string_lossy().into_owned());
-            let prefix = plan.output.prefix.of(&contract, &context.hostname);
+            let (prefix_sender, shown_prefix) = watch::channel(prefix.clone());
             let open = |stream: Stream| {
                 let name = format!("{}.log", stream.name());
                 let log = files.open_log(&name, plan.output.log_max_bytes, prefix.contains(TIME))?;
@@ -207,7 +220,7 @@ impl WorkerGroup {
                     pipe,
                     log,
                     tail,
-                    prefix: shown.then(|| prefix.clone()),
+                    prefix: shown.then(|| shown_prefix.clone()),
                     errors: worker_group.repeated.of_rank(rank, plan.command.native),
                     duplicate: duplicates[stream as usize].clone(),
                 };
@@ -236,28 +249,34 @@ impl WorkerGroup {
                 cores: context.cores_of(local_rank),
             });
             contracts.push(contract);
-            let worker = Worker::new(rank, files, stdout, stderr);
+            let worker = Worker::new(rank, files, prefix_sender, [stdout, stderr]);
             worker_group.workers.insert(local_rank, worker);
         }
         Ok(Prepared {
             worker_group,
             specs,
             contracts,
+            kept,
             node_addr: assignment.own.clone().unwrap_or_default().addr,
             data_key: DataKey::of_assignment(&assignment.data_key),
         })
     }
 
-    /// What was started here: `train.py: ranks 0, 1; pids 4711, 4712; logs in /tmp/logs/attempt_0`.
+    /// What runs here: `train.py: ranks 0, 1; pids 4711, 4712; kept: rank 0; logs in /tmp/logs/attempt_1`.
     pub(super) fn introduction(&self, program: &str) -> String {
         let workers = self.workers.values();
         let started = workers.filter_map(|worker| Some((worker.rank.0, worker.pid?)));
         let (ranks, pids): (Vec<_>, Vec<_>) = started.unzip();
         let (ranks, pids) = (numbered("rank", &ranks), numbered("pid", &pids));
+        let workers = self.workers.values();
+        let kept = workers.filter(|worker| worker.is_kept && worker.end.is_none());
+        let kept: Vec<_> = kept.map(|worker| worker.rank.0).collect();
+        let kept = (!kept.is_empty()).then(|| format!("; kept: {}", numbered("rank", &kept)));
         let logs = self
             .attempt_dir()
             .map(|dir| format!("; logs in {}", dir.display()));
-        format!("{program}: {ranks}; {pids}{}", logs.unwrap_or_default())
+        let [kept, logs] = [kept, logs].map(Option::unwrap_or_default);
+        format!("{program}: {ranks}; {pids}{kept}{logs}")
     }
 
     fn get(&self, local_rank: LocalRank) -> Option<&Worker> {
@@ -638,9 +657,11 @@ impl Prepared {
     /// Adds workers that were parked; their place may be another one.
     pub(super) fn adopt(&mut self, parked: WorkerGroup) {
         for (local_rank, mut worker) in parked.workers {
-            if let Some(contract) = self.contracts.get_mut(local_rank.0 as usize) {
-                contract.error_file = Some(worker.files.error_file().to_string_lossy().into_owned());
-                worker.rank = contract.rank;
+            if let Some(contract) = self.contracts.get(local_rank.0 as usize)
+                && let Some((files, prefix)) = self.kept.remove(&local_rank)
+            {
+                (worker.rank, worker.files) = (contract.rank, files);
+                worker.prefix.send_replace(prefix);
                 self.worker_group.workers.insert(local_rank, worker);
             }
         }
@@ -655,7 +676,12 @@ pub(super) fn no_pipes(error: impl Display) -> ExitReason {
 
 impl Worker {
     /// One that is about to be started.
-    fn new(rank: GlobalRank, files: WorkerFiles, stdout: TailReader, stderr: TailReader) -> Self {
+    fn new(
+        rank: GlobalRank,
+        files: WorkerFiles,
+        prefix: watch::Sender<String>,
+        [stdout, stderr]: [TailReader; 2],
+    ) -> Self {
         Self {
             rank,
             pid: None,
@@ -676,8 +702,10 @@ impl Worker {
             lost_rank: None,
             in_file: None,
             files,
+            prefix,
             stdout,
             stderr,
+            is_kept: false,
             sent: None,
             end: None,
         }
@@ -687,7 +715,8 @@ impl Worker {
     fn renewed(self) -> Self {
         Self {
             pid: self.pid,
-            ..Self::new(self.rank, self.files, self.stdout, self.stderr)
+            is_kept: true,
+            ..Self::new(self.rank, self.files, self.prefix, [self.stdout, self.stderr])
         }
     }
 

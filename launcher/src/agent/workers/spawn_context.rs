@@ -1,6 +1,6 @@
 //! What the workers of a generation are started from: the daemon's assignment, and where this node is.
 
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use ddp_proto::ids::{Generation, GlobalRank, LocalRank, NodeRank, WorldSize};
 use ddp_proto::rendezvous::Assignment;
 use nix::sched::CpuSet;
 
-use crate::output::logs::{LogError, claim_attempt, open_filtered};
+use crate::output::logs::{LogError, WorkerFiles, claim_attempt, open_filtered};
 use crate::output::reader::Duplicate;
 use crate::output::streams::Stream;
 use crate::plan::{BoundPlan, CoreSet};
@@ -30,8 +30,8 @@ pub(in crate::agent) struct SpawnContext {
     pub(in crate::agent) control: String,
     /// The agent of node 0 holds MASTER_PORT, and hosts the store there.
     pub(in crate::agent) agent_store: bool,
-    /// Workers that live on from the last generation.
-    pub(in crate::agent) parked: BTreeSet<LocalRank>,
+    /// The files of workers that live on from the last generation.
+    pub(in crate::agent) parked: BTreeMap<LocalRank, WorkerFiles>,
     /// The control group that these workers are born in, if there is one.
     pub(in crate::agent) group: Option<PathBuf>,
 }
