@@ -43,11 +43,18 @@ class _Report(NamedTuple):
     version: _Version | None
     #: What it can get to without others, where it has passed the gradients of a step but not the update.
     unfinished: _Version | None
-    #: The ranks from which it can get its state.
+    #: Which part of the state that is, of how many; None: the one that this generation wants.
+    part: tuple[int, int] | None
+    #: The ranks that are to have the same part in this generation.
     peers: tuple[int, ...]
 
-    def has(self, version: _Version) -> bool:
-        return version in (self.version, self.unfinished)
+    def has(self, version: _Version, part: tuple[int, int]) -> bool:
+        return version in (self.version, self.unfinished) and self.part in (None, part)
+
+
+def _parts(reports: list[_Report]) -> list[tuple[int, ...]]:
+    """The ranks that have each part of the state."""
+    return sorted({report.peers for report in reports})
 
 
 def _decide(reports: list[_Report]) -> tuple[_Version, dict[int, int]]:
@@ -55,13 +62,14 @@ def _decide(reports: list[_Report]) -> tuple[_Version, dict[int, int]]:
     newest = max((report.version for report in reports if report.version is not None), default=None)
     if newest is None:
         raise StateLost("every rank was in the middle of an update when the last generation ended")
-    sources = {}
-    for peers in sorted({report.peers for report in reports}):
-        holders = [rank for rank in peers if reports[rank].has(newest)]
-        receivers = [rank for rank in peers if not reports[rank].has(newest)]
+    sources, parts = {}, _parts(reports)
+    for number, peers in enumerate(parts):
+        part = number, len(parts)
+        holders = [rank for rank in peers if reports[rank].has(newest, part)]
+        receivers = [rank for rank in peers if not reports[rank].has(newest, part)]
         if receivers and not holders:
             raise StateLost(f"none of ranks {list(peers)} has the state of step {newest.step}, which other ranks have")
-        sources.update({rank: holders[number % len(holders)] for number, rank in enumerate(receivers)})
+        sources.update({rank: holders[place % len(holders)] for place, rank in enumerate(receivers)})
     return newest, sources
 
 
@@ -71,6 +79,7 @@ class LiveJob:
     def __init__(self) -> None:
         self._block: Any = None
         self._version: _Version | None = None
+        self._part: tuple[int, int] | None = None
         self._unfinished: tuple[_Version, Callable[[], Any]] | None = None
         self._is_new = True
 
@@ -79,7 +88,9 @@ class LiveJob:
         """The number of finished steps."""
         return self._version.step if self._version is not None else 0
 
-    def restore(self, state: Mapping[str, Any] | Callable[[int, list[int]], Any], group: Any = None, finished: int = 0) -> int:
+    def restore(
+        self, state: Mapping[str, Any] | Callable[[int, list[int]], Any], group: Any = None, finished: int = 0
+    ) -> int:
         """Makes the state of all ranks the newest one that any of them has; returns the number of finished steps.
 
         All ranks call it, once their process groups exist. A new process has made `finished` steps, those of the
@@ -98,26 +109,30 @@ class LiveJob:
         self._block.start()
         dist = sys.modules["torch.distributed"]
         unfinished, update = self._unfinished or (None, None)
+        own = _Report(self._version, unfinished, self._part, tuple(dist.get_process_group_ranks(group)))
         reports: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(reports, _Report(self._version, unfinished, tuple(dist.get_process_group_ranks(group))))
+        dist.all_gather_object(reports, own)
         version, sources = _decide(reports)
         rank = dist.get_rank()
-        if update is not None and unfinished == version:
+        if update is not None and unfinished == version and rank not in sources:
             self._update(version, update)
         self._unfinished = None
         receivers = [receiver for receiver, source in sources.items() if source == rank]
         if rank in sources:
             self._version = None
-            _transfer(state, sources[rank], [other for other, source in sources.items() if source == sources[rank]], rank, group)
+            others = [other for other, source in sources.items() if source == sources[rank]]
+            _transfer(state, sources[rank], others, rank, group)
         elif receivers:
             _transfer(state, rank, receivers, rank, group)
-        self._version = version
+        parts = _parts(reports)
+        self._version, self._part = version, (parts.index(own.peers), len(parts))
         return version.step
 
     def step(self, update: Callable[[], Any], loss: float | None = None, waited_s: float | None = None) -> None:
         """Ends a step: calls `update` once all ranks have their gradients, and `boundary` of `stoppable`.
 
-        `update` is `optimizer.step`, or a function that calls it. It must use no collective.
+        `update` is `optimizer.step`, or a function that calls it. It may be called when the process groups are gone: it
+        uses no collective, and does not refer to them.
         """
         next_version = _Version(ddp_run.generation(), self.finished + 1)
         if _has_peers():
@@ -137,7 +152,9 @@ class LiveJob:
         self._version = version
 
 
-def live(train: Callable[[LiveJob], Any], save: Callable[[LiveJob], Any] | None = None, agree: Callable[[bool], bool] | None = None) -> Any:
+def live(
+    train: Callable[[LiveJob], Any], save: Callable[[LiveJob], Any] | None = None, agree: Callable[[bool], bool] | None = None
+) -> Any:
     """Calls `train(job)`, and again in each later generation for which this process is kept; returns what it returns.
 
         def train(job):

@@ -706,14 +706,14 @@ class Recovering(Worker):
 class Deciding(unittest.TestCase):
     """With which state the ranks go on. A version is a generation and a step."""
 
-    def decide(self, *held, peers=None):
+    def decide(self, *held, peers=None, parts=None):
         """Of each rank its version, or also the one that it can finish; gives the version, and who gets it from whom."""
         whole = tuple(range(len(held)))
         reports = []
         for rank, versions in enumerate(held):
             version, unfinished = (versions, None) if versions is None or isinstance(versions[0], int) else versions
             named = [recovery._Version(*it) if it else None for it in (version, unfinished)]
-            reports.append(recovery._Report(*named, peers[rank] if peers else whole))
+            reports.append(recovery._Report(*named, parts[rank] if parts else None, peers[rank] if peers else whole))
         return recovery._decide(reports)
 
     def test_new_processes_get_the_newest_state_each_from_another_rank(self):
@@ -744,6 +744,18 @@ class Deciding(unittest.TestCase):
         with self.assertRaisesRegex(ddp_run.StateLost, r"none of ranks \[1, 3\] has the state of step 6"):
             self.decide((2, 6), (0, 0), (2, 6), (2, 5), peers=peers)
 
+    def test_a_rank_whose_number_has_changed_has_another_part_of_the_state(self):
+        peers = [(0, 2), (1, 3)] * 2
+        # Ranks 0 and 3 died; 1 and 2, with parts 1 and 0, come first now.
+        parts = [(1, 2), (0, 2), None, None]
+        newest = self.decide((2, 6), (2, 6), (0, 0), (2, 6), peers=peers, parts=[(0, 2), (0, 2), None, (1, 2)])
+        self.assertEqual(newest, ((2, 6), {1: 3, 2: 0}))
+        with self.assertRaises(ddp_run.StateLost):
+            self.decide((2, 6), (2, 6), (0, 0), (0, 0), peers=peers, parts=parts)
+        # Three parts are not two.
+        with self.assertRaises(ddp_run.StateLost):
+            self.decide((2, 6), (2, 6), peers=[(0,), (1,)], parts=[(0, 3), (1, 3)])
+
 
 class Committing(Worker):
     """No update without the gradients of all ranks."""
@@ -764,7 +776,7 @@ class Committing(Worker):
         self.enter(mock.patch.dict(sys.modules, {"torch.distributed": dist}))
 
     def gather(self, reports, own):
-        reports[:] = [own, recovery._Report(recovery._Version(*self.other), None, (0, 1))]
+        reports[:] = [own, recovery._Report(recovery._Version(*self.other), None, None, (0, 1))]
 
     def step(self, meet=lambda: None):
         with mock.patch.object(recovery, "_meet", meet):
