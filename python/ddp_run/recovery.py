@@ -59,9 +59,12 @@ def _parts(reports: list[_Report]) -> list[tuple[int, ...]]:
 
 def _decide(reports: list[_Report]) -> tuple[_Version, dict[int, int]]:
     """With which state the ranks go on, and for each rank that lacks it, from which rank it gets it."""
-    newest = max((report.version for report in reports if report.version is not None), default=None)
-    if newest is None:
+    versions = [report.version for report in reports if report.version is not None]
+    if not versions:
         raise StateLost("every rank was in the middle of an update when the last generation ended")
+    # A rank that was cut off for long may be behind a checkpoint of the others.
+    saved = max((version for version in versions if version.generation == 0), default=max(versions))
+    newest = saved if saved.step > max(versions).step else max(versions)
     sources, parts = {}, _parts(reports)
     for number, peers in enumerate(parts):
         part = number, len(parts)

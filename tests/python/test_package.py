@@ -730,6 +730,9 @@ class Deciding(unittest.TestCase):
     def test_a_later_generation_goes_before_a_later_step(self):
         """A node was cut off, and came back with steps that the others have made again, in a smaller world."""
         self.assertEqual(self.decide((1, 9), (2, 8), ((1, 8), (1, 9))), ((2, 8), {0: 1, 2: 1}))
+        # The others are gone, but for a checkpoint.
+        self.assertEqual(self.decide((1, 9), (0, 12), (0, 12)), ((0, 12), {0: 1}))
+        self.assertEqual(self.decide((1, 9), (0, 7)), ((1, 9), {1: 0}))
 
     def test_a_rank_that_was_in_its_update_has_nothing(self):
         self.assertEqual(self.decide(None, (2, 6)), ((2, 6), {0: 1}))
