@@ -58,7 +58,10 @@ fn survivors_keep_their_processes_over_three_kills_of_their_sibling() {
         let log = logs.path().join(format!("attempt_3/{rank}/stdout.log"));
         let text = std::fs::read_to_string(log).unwrap();
         let has = |generation: &i32| text.contains(&format!("of generation {generation} "));
-        assert_eq!((1..=4).filter(has).collect::<Vec<_>>(), generations.collect::<Vec<_>>());
+        assert_eq!(
+            (1..=4).filter(has).collect::<Vec<_>>(),
+            generations.collect::<Vec<_>>()
+        );
     }
 }
 

@@ -185,7 +185,9 @@ impl WorkerFiles {
             return self.clone();
         };
         let link = root.join(format!("attempt_{attempt}")).join(rank.to_string());
-        let target = directory.strip_prefix(root).map(|folder| Path::new("..").join(folder));
+        let target = directory
+            .strip_prefix(root)
+            .map(|folder| Path::new("..").join(folder));
         match target.map(|target| symlink(target, &link)) {
             Ok(Ok(())) => Self::Logged(link),
             // There are file systems without links.

@@ -219,9 +219,7 @@ impl ShownStream {
         });
         Self {
             console,
-            own: errors
-                .is_native
-                .then(|| (look, prefix.borrow().chars().count())),
+            own: errors.is_native.then(|| (look, prefix.borrow().chars().count())),
             errors,
             forward,
             next: Chunk {
