@@ -394,7 +394,7 @@ class _Launcher:
         # Set as soon as `cause` is known, or never will be.
         self.over = threading.Event()
         self.cause: str | None = None
-        # Called with the cause; another thread may wait for a collective that never ends by itself.
+        # Called before `over` is set; another thread may wait for a collective that never ends by itself.
         self.on_over: Callable[[], None] | None = None
         # The launcher has answered to the last `hello`, or never will.
         self._answered = threading.Event()
@@ -505,9 +505,9 @@ class _Launcher:
             self.asked_to_stop.set()
         elif kind == "generation_over" and message.get("generation", 0) >= generation():
             self.cause = str(message.get("cause"))
-            self.over.set()
             if self.on_over is not None:
                 self.on_over()
+            self.over.set()
         elif kind == "describe":
             text = _threads()[:MAX_STATE_CHARS]
             self.say(type="state", text=text)

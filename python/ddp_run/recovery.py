@@ -191,6 +191,9 @@ def live(
             with block:
                 return train(job)
         except ddp_run.GenerationOver as over:
+            if ddp_run._launcher.cause is not None:
+                # Another thread may still be in `_abort`.
+                ddp_run._launcher.over.wait(ddp_run.CONFIRM_TIMEOUT_S)
             _release(over)
             if not ddp_run._launcher.park():
                 raise
@@ -204,8 +207,9 @@ def _release(error: BaseException | None) -> None:
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available():
         return
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    with contextlib.suppress(Exception):  # what is broken may say so
+        if dist.is_initialized():
+            dist.destroy_process_group()
     gc.collect()
     names = [name.read_text() for name in pathlib.Path("/proc/self/task").glob("*/comm")]
     if any(name.startswith("pt_gloo_runloop") for name in names):
@@ -271,6 +275,8 @@ def _send(value: Any, receiver: int, group: Any) -> None:
         def persistent_id(self, part: Any) -> int | None:
             if not isinstance(part, torch.Tensor):
                 return None
+            if hasattr(part, "to_local"):
+                raise TypeError("`restore` sends plain tensors: give it the local part (`to_local()`) of each DTensor")
             tensors.append(part.detach())
             return len(tensors) - 1
 
