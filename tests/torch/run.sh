@@ -5,6 +5,7 @@
 #     tests/torch/run.sh                                   all of them
 #     PYTHON=/path/to/venv/bin/python tests/torch/run.sh   with another Python
 #     tests/torch/run.sh -k restart                        those whose name contains `restart`
+#     tests/torch/run.sh -k Live                           those of ranks that outlive others
 #     tests/torch/run.sh -k Weights                        those of the weights
 #     tests/torch/run.sh -k Training                       training under parallel layouts, beside transformers
 #
