@@ -5,7 +5,7 @@ import signal
 import tempfile
 import unittest
 
-from launched import ROOT
+from launched import ROOT, reserved_port
 from test_torch import SCRIPTS, PyTorch
 
 EXAMPLES = ROOT / "examples/pytorch-live"
@@ -13,11 +13,11 @@ CHECKPOINTS = {"ddp.py": "checkpoint.pt", "fsdp.py": ""}
 
 
 class Live(PyTorch):
-    def train(self, script, ranks, deaths=""):
+    def train(self, script, ranks, deaths="", flags=(), step_s=0):
         folder = tempfile.TemporaryDirectory()
         self.addCleanup(folder.cleanup)
-        words = ["--nproc-per-node", ranks, "--max-restarts", 9, SCRIPTS / "dies.py", deaths, EXAMPLES / script]
-        env = {"OMP_NUM_THREADS": "1"}
+        words = ["--nproc-per-node", ranks, "--max-restarts", 9, *flags, SCRIPTS / "dies.py", deaths, EXAMPLES / script]
+        env = {"OMP_NUM_THREADS": "1", "STEP_S": str(step_s)}
         return self.launch(*words, pathlib.Path(folder.name, CHECKPOINTS[script]), env=env)
 
     def weights(self, launched):
@@ -72,7 +72,7 @@ class Live(PyTorch):
         self.assertEqual(steps, [{0}, {100}], launched.transcript())
 
     def test_a_kill_from_outside_at_any_moment(self):
-        launched = self.train("ddp.py", 2)
+        launched = self.train("ddp.py", 2, step_s=0.02)
         pids = dict(launched.wait_for(r"^\[(\d)\] pid (\d+) trains from step 0$").groups() for _ in range(2))
         launched.wait_for("step 100 loss")
         os.kill(int(pids["1"]), signal.SIGKILL)
@@ -80,6 +80,20 @@ class Live(PyTorch):
         first, second = self.starts(launched)
         self.assertEqual((first[0][0], first[1][0] == second[1][0]), (second[0][0], False), launched.transcript())
         self.assertGreaterEqual(second[0][1], 100)
+
+    def test_a_node_that_joins_leaves_the_others_their_processes(self):
+        holder, port = reserved_port()
+        self.addCleanup(holder.close)
+        flags = ["--nnodes", "1:2", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "grows", "--insecure"]
+        flags += ["--rdzv-conf", "last_call_timeout=0.5"]
+        start = r"pid (\d+) trains from step (\d+)$"
+        first = self.train("ddp.py", 2, flags=flags, step_s=0.5)
+        pids = {first.wait_for(start)[1] for _ in range(2)}
+        second = self.train("ddp.py", 1, flags=flags, step_s=0.5)
+        kept = [first.wait_for(start).groups() for _ in range(2)]
+        self.assertEqual({pid for pid, _ in kept}, pids, first.transcript())
+        steps = {step for _, step in kept} | {second.wait_for(start)[2]}
+        self.assertEqual((len(steps), "0" in steps), (1, False), first.transcript() + second.transcript())
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
 """Runs a script, some of whose ranks die: `GENERATION:RANK:STEP:PLACE,… SCRIPT ARGUMENTS`. The places are those of the
-commit rule: `gradients` (the rank has its own), `all` (all ranks have theirs), `update`, and `updated`.
+commit rule: `gradients` (the rank has its own), `all` (all ranks have theirs), `update`, and `updated`. STEP_S is added to
+each step.
 """
 import os
 import runpy
 import signal
 import sys
+import time
 
 from ddp_run import LiveJob, generation, recovery
 
@@ -24,6 +26,7 @@ def mortal_step(job, *words):
     global place
     place = deaths.get((generation(), int(os.environ["RANK"]), job.finished + 1))
     at("gradients")
+    time.sleep(float(os.environ.get("STEP_S", 0)))
     step(job, *words)
 
 
