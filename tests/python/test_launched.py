@@ -54,6 +54,25 @@ else:
             boundary(2)
 """
 
+# Rank 1 dies once rank 0 has made steps, which rank 0 keeps. Then a signal to the launcher stops both.
+LIVES = """
+import os, signal, sys, ddp_run
+rank = os.environ["RANK"]
+def train(job):
+    first = job.restore({})
+    print("generation", ddp_run.generation(), "pid", os.getpid(), "step", first, flush=True)
+    if ddp_run.generation() == 1 and rank == "1":
+        open(sys.argv[1]).read()
+        os.kill(os.getpid(), signal.SIGKILL)
+    while True:
+        job.step(lambda: None)
+        if job.finished == 3 and ddp_run.generation() == 1:
+            open(sys.argv[1], "w").close()
+        if ddp_run.generation() == 2 and job.finished == max(first, 5) + 1:
+            print("training", flush=True)
+ddp_run.live(train, lambda job: print("saved", job.finished > 3, flush=True))
+"""
+
 HANGS = """
 import ddp_run, threading
 ddp_run.heartbeat(4)
@@ -135,6 +154,22 @@ class UnderDdpRun(unittest.TestCase):
         self.expect_lines(launched, "Traceback", 0)
         self.expect_lines(launched, r"^\[\d\] generation 2 False$", 2)
         self.expect_lines(launched, "saved", 0)
+
+    def test_a_survivor_goes_on_in_its_process_until_it_is_asked_to_stop(self):
+        pipe = self.folder / "pipe"
+        os.mkfifo(pipe)
+        launched = self.launch(LIVES, "--max-restarts", 1, words=[pipe])
+        for _ in range(2):
+            launched.wait_for(r"^\[\d\] training")
+        launched.process.send_signal(signal.SIGTERM)
+        self.expect(launched, 128 + signal.SIGTERM)
+        self.expect_lines(launched, r"^\[\d\] saved True$", 2)
+        found = launched.matches(r"^\[(\d)\] generation (\d) pid (\d+) step (\d+)$")
+        starts = {match.group(1, 2): (match[3], int(match[4])) for match in found}
+        self.assertEqual(starts["0", "1"][0], starts["0", "2"][0])
+        self.assertNotEqual(starts["1", "1"][0], starts["1", "2"][0])
+        self.assertGreaterEqual(starts["0", "2"][1], 3)
+        self.expect_lines(launched, "Traceback", 0)
 
     def test_a_script_that_hangs_says_where(self):
         logs = self.folder / "logs"
