@@ -196,9 +196,7 @@ def stoppable(save: Callable[[], Any], agree: Callable[[bool], bool] | None = No
     rank was. Without both each rank decides alone, and ranks may leave at different steps.
     """
     with _Block(save, agree) as block:
-        if agree is None:
-            # Now if possible: another rank may be asked before this one gets to its first boundary.
-            block.start()
+        block.start()
         yield block.boundary
 
 
@@ -209,16 +207,18 @@ class _Block(contextlib.AbstractContextManager):
         self._save, self._lives, self._done = save, lives, 0
         # A process that is kept has had more blocks than a new one.
         self._agreement = _Agreement("live" if lives else next(_blocks), _launcher.asked_to_stop)
-        self._stops_here = agree or self._agreement.stops_here
+        self._agree = agree
 
     def start(self) -> None:
-        self._agreement.start()
+        """Called as soon as possible: another rank may be asked before this one gets to its first boundary."""
+        if self._agree is None:
+            self._agreement.start()
 
     def boundary(self, step: int, loss: float | None = None, waited_s: float | None = None) -> None:
         self._done = step
         heartbeat(step, loss=loss, waited_s=waited_s)
         check_generation()
-        if self._stops_here(stop_requested()):
+        if (self._agree or self._agreement.stops_here)(stop_requested()):
             raise _Stop
 
     def __enter__(self) -> _Block:

@@ -238,7 +238,8 @@ def _device(group: Any = None) -> Any:
     """Whose tensors the ranks of a group can exchange."""
     torch = sys.modules["torch"]
     kinds = dict(pair.split(":") for pair in torch.distributed.get_backend_config(group).split(","))
-    return torch.device("cpu") if "cpu" in kinds else torch.device(next(iter(kinds)), torch.accelerator.current_device_index())
+    kind = "cpu" if "cpu" in kinds else next(iter(kinds))
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, getattr(torch, kind).current_device())
 
 
 def _synchronize() -> None:
@@ -298,7 +299,8 @@ def _receive(source: int, group: Any) -> Any:
     for shape, dtype, kind in kinds:
         tensor = torch.empty(shape, dtype=dtype, device=device)
         torch.distributed.recv(tensor, src=source, group=group)
-        tensors.append(tensor if kind == device.type or kind != "cpu" else tensor.cpu())
+        # `load_state_dict` takes them to any other device.
+        tensors.append(tensor.cpu() if kind == "cpu" else tensor)
 
     class Unpickler(pickle.Unpickler):
         def persistent_load(self, number: int) -> Any:
