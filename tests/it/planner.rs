@@ -103,7 +103,7 @@ fn machines_and_data_need_not_be_here() {
     .expect_stdout("not even with recomputation and offloaded state");
 }
 
-/// Tables of papers: 16 bytes per parameter, in GB.
+/// Tables of papers: 16 bytes per parameter, in GB; and what one collective costs.
 #[test]
 fn what_a_paper_says_can_be_read_off() {
     let job = TinyJob::with(str::to_owned);
@@ -115,6 +115,25 @@ fn what_a_paper_says_can_be_read_off() {
         .expect_exit(0)
         .expect_stdout("78.0 GB of 80.0 GB for training")
         .expect_stdout("B/parameter      16.0      10.0       9.9       8.9");
+    let words = "--collective all-reduce --bytes 64MiB --ranks 8 --link 900GB/s --network 50GB/s";
+    let found = plan(job.dir(), words.split(' '));
+    insta::assert_snapshot!(found.expect_exit(0).stdout().join("\n"), @r"
+    sent per rank   117,440,512 B, by a ring in 14 steps
+    time, at least  0.130 ms at `--link`
+    time, at least  2.35 ms at `--network`
+    ");
+    plan(
+        job.dir(),
+        "--collective all-gather --bytes 64MiB --ranks 8".split(' '),
+    )
+    .expect_exit(0)
+    .expect_stdout("58,720,256 B, by a ring in 7 steps");
+    plan(
+        job.dir(),
+        "tiny.yaml --collective all-reduce --bytes 1MB --ranks 2".split(' '),
+    )
+    .expect_exit(2)
+    .expect_stderr("cannot be used with");
 }
 
 #[test]

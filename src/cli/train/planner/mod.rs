@@ -13,12 +13,13 @@ mod layouts;
 mod quantity;
 mod report;
 
-use std::path::PathBuf;
+use std::fmt::Write as _;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::Args;
-use ddp_proto::words::{bytes, decimal_bytes};
+use ddp_proto::words::{bytes, decimal_bytes, grouped};
 
 use crate::cli::answer;
 use crate::cli::error::CliError;
@@ -43,8 +44,8 @@ const RANKS_A_NODE: u32 = 8;
 #[derive(Debug, Args)]
 pub(super) struct PlanArgs {
     /// The configuration; its data need not exist
-    #[arg(value_name = "FILE.yaml")]
-    config: PathBuf,
+    #[arg(value_name = "FILE.yaml", required_unless_present = "collective")]
+    config: Option<PathBuf>,
     /// Override one value, for example `--set train.micro_batch=4`; may be repeated
     #[arg(long = "set", value_name = "KEY=VALUE", value_parser = values::assignment)]
     overrides: Vec<String>,
@@ -66,11 +67,44 @@ pub(super) struct PlanArgs {
     /// Units of sizes: `gib` are powers of 1,024, `gb` of 1,000
     #[arg(long, value_name = "UNITS", default_value = "gib", value_parser = ["gib", "gb"])]
     units: String,
+    /// Instead of a run: the cost of one all-reduce, reduce-scatter or all-gather
+    #[arg(long, value_name = "NAME", requires_all = ["bytes", "ranks"], value_parser = ["all-reduce", "reduce-scatter", "all-gather"])]
+    #[arg(conflicts_with_all = ["config", "overrides", "nnodes", "nproc_per_node"])]
+    collective: Option<String>,
+    /// With `--collective`: size of the whole buffer
+    #[arg(long, value_name = "SIZE", requires = "collective", value_parser = quantity::size)]
+    bytes: Option<u64>,
+    /// With `--collective`: number of ranks
+    #[arg(long, value_name = "N", requires = "collective", value_parser = clap::value_parser!(u32).range(2..=MAX_COUNT))]
+    ranks: Option<u32>,
 }
 
 /// Main of `ddp-train plan`.
 pub(super) fn run(args: &PlanArgs) -> ExitCode {
-    answer::give_or_fail(plan(args))
+    let said = match &args.config {
+        Some(config) => plan(args, config),
+        None => Ok(collective(args)),
+    };
+    answer::give_or_fail(said)
+}
+
+/// What a ring sends of a buffer of S bytes (Patarasuk and Yuan 2009): each of N ranks sends S/N in a step, in N − 1 steps
+/// to reduce-scatter and in as many to gather. No algorithm sends less.
+fn collective(args: &PlanArgs) -> String {
+    let (size, ranks) = (args.bytes.unwrap_or(0), args.ranks.unwrap_or(2));
+    let is_all_reduce = args.collective.as_deref() == Some("all-reduce");
+    let steps = (1 + u32::from(is_all_reduce)) * (ranks - 1);
+    let sent = f64::from(steps) * size as f64 / f64::from(ranks);
+    let exact = grouped(sent.ceil() as u64);
+    let mut text = format!("sent per rank   {exact} B, by a ring in {steps} steps\n");
+    let link = args.device.link.or(args.device.gpu.map(|gpu| gpu.link));
+    for (flag, rate) in [("--link", link), ("--network", args.network)] {
+        if let Some(rate) = rate {
+            let time = report::duration(sent / rate / args.device.mfu);
+            let _ = writeln!(text, "time, at least  {time} at `{flag}`");
+        }
+    }
+    text
 }
 
 /// Nodes and ranks of the plan, and whether a setting gives them.
@@ -83,8 +117,7 @@ struct Size {
 
 /// Nodes, and ranks per node: from the flags, else from the `launch` section. A `nproc_per_node`
 /// such as `gpu` is ignored, because it counts the devices of this machine.
-fn size(args: &PlanArgs) -> Result<Size, CliError> {
-    let config = &args.config;
+fn size(args: &PlanArgs, config: &Path) -> Result<Size, CliError> {
     let text = std::fs::read_to_string(config).map_err(CliError::machine("cannot read the configuration"))?;
     let launch = Settings::from_yaml(config, &text)?;
     let of_launch = match launch.nproc_per_node {
@@ -109,9 +142,9 @@ fn size(args: &PlanArgs) -> Result<Size, CliError> {
     })
 }
 
-fn plan(args: &PlanArgs) -> Result<String, CliError> {
-    let draft = Draft::read(&args.config, &args.overrides)?;
-    let size = size(args)?;
+fn plan(args: &PlanArgs, config: &Path) -> Result<String, CliError> {
+    let draft = Draft::read(config, &args.overrides)?;
+    let size = size(args, config)?;
     let device = Planned::of(&args.device, draft.config());
     let machines = Machines {
         cluster: Cluster {
