@@ -97,7 +97,7 @@ class elastic_launch:  # noqa: N801, the name in PyTorch
         if entrypoint is None:
             raise ValueError("an entrypoint is needed: a function or a program")
         if health_check_server is not None:
-            raise _refused("health_check_server", "probe the process of ddp-run instead")
+            raise _refused("health_check_server", "set TORCHELASTIC_HEALTH_CHECK_PORT")
         self._config, self._entrypoint = config, entrypoint
 
     def __call__(self, *args: Any) -> dict[int, Any]:

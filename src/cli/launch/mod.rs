@@ -9,11 +9,13 @@
 //! | [`target`] | kinds of target, and their command | |
 //! | [`agreement`] | what all nodes of a job must have alike, as hashes, and which values may be shown | any I/O |
 //! | [`dry_run`] | shows a plan and where each value comes from | |
+//! | `health` | answers the probes of a cluster | |
 //! | [`host`] | who hosts the daemon | run it |
 
 pub mod agreement;
 pub mod args;
 pub mod dry_run;
+mod health;
 pub mod host;
 pub mod layers;
 pub mod output;
@@ -127,7 +129,11 @@ fn run(args: Args, guardian: Guardian) -> ExitCode {
         let launch = plan::resolve(args, |name| std::env::var(name).ok(), &exe)?;
         let open_files = limits::raise_open_files(&launch.plan)?;
         let runtime = event_loop()?;
-        let (plan, daemon) = runtime.block_on(bind(launch, open_files, guardian.launcher_id()))?;
+        let (plan, daemon) = runtime.block_on(async {
+            // Before the launcher waits for anything: a probe may begin at once.
+            health::answer_probes(|name| std::env::var(name).ok());
+            bind(launch, open_files, guardian.launcher_id()).await
+        })?;
         // Workers of later generations are started from `exe`.
         Ok((exe, runtime, plan, daemon))
     });
