@@ -23,6 +23,7 @@ mod initial_weights;
 mod intruders;
 mod key_value;
 mod kill9;
+mod kubeflow;
 mod launcher_killed;
 mod limits;
 mod live;

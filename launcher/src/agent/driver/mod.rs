@@ -34,6 +34,7 @@ use super::signals::{SignalAction, Signals};
 use super::workers::{HangWatch, Prepared, WorkerGroup};
 use crate::control::{ControlEvent, ControlNews, ControlServer, Store, WorkerContext};
 use crate::report::event_log::LogEvent;
+use crate::report::kubeflow::Kubeflow;
 use crate::spawn::program::check_program;
 use crate::spawn::spawner::SpawnEvent;
 use crate::supervise::guardian::DeathNotice;
@@ -63,6 +64,7 @@ pub(super) struct Driver<'a> {
     hang_watch: HangWatch,
     oom_history: OomHistory,
     records: Records,
+    kubeflow: Option<Kubeflow>,
     finished: Option<ExitReason>,
 }
 
@@ -94,6 +96,7 @@ impl<'a> Driver<'a> {
         let (inbox, spawn_events, control_events) = Inbox::open(signals, link, hang_watch.interval());
         let control = ControlServer::start(control_events)?;
         let starter = Starter::start(&launch, spawn_events, control.address())?;
+        let kubeflow = Kubeflow::of_environment(&launch.console, &launch.files);
         let (machine, opening) = Machine::start(rules_of(&launch));
         let mut driver = Self {
             launch,
@@ -108,6 +111,7 @@ impl<'a> Driver<'a> {
             hang_watch,
             oom_history: OomHistory::default(),
             records,
+            kubeflow,
             finished: None,
         };
         for effect in opening {
@@ -125,6 +129,12 @@ impl<'a> Driver<'a> {
             self.daemon.reconsider(&self.machine);
             self.watch_takeover();
             if let Some(exit_reason) = self.finished.take() {
+                if exit_reason == ExitReason::Succeeded
+                    && self.worker_group.is_rank_0(LocalRank(0))
+                    && let Some(kubeflow) = &mut self.kubeflow
+                {
+                    kubeflow.finish().await;
+                }
                 let generation = self.machine.generation();
                 let closing = self
                     .records
@@ -341,14 +351,18 @@ impl<'a> Driver<'a> {
             ControlNews::Refused(why) => return self.tell_refused(local_rank, &why),
         };
         if let ToAgent::Heartbeat {
-            step,
-            progress: Some(progress),
-            ..
+            step, loss, progress, ..
         } = &message
             && self.worker_group.is_rank_0(local_rank)
-            && self.launch.plan.progress_bar
         {
-            self.launch.console.progress(*step, progress.clone());
+            if let Some(progress) = progress
+                && self.launch.plan.progress_bar
+            {
+                self.launch.console.progress(*step, progress.clone());
+            }
+            if let Some(kubeflow) = &mut self.kubeflow {
+                kubeflow.note(*step, *loss, progress.as_ref());
+            }
         }
         if self.worker_group.note(local_rank, message) {
             self.send_heartbeat();
