@@ -22,7 +22,7 @@ pub fn written(seconds: u64) -> String {
 }
 
 /// `2026-11-20T10:45:16Z`
-fn rfc_3339(seconds: u64) -> String {
+pub fn rfc_3339(seconds: u64) -> String {
     let seconds = i64::try_from(seconds).unwrap_or(i64::MAX);
     Timestamp { seconds, nanos: 0 }.to_string()
 }
