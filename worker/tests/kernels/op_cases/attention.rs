@@ -124,7 +124,7 @@ fn apart(name: &str, shape: AttentionShape, keys: usize, firsts: [usize; 2], rat
     let forward = vec![
         q.clone(),
         kv.clone(),
-        tensor(result, 3, n, Outcome::Products),
+        tensor(result, 3, n, Outcome::Rounded),
         tensor(F32, 4, shape.rows() * shape.heads, Outcome::Products),
     ];
     let backward = vec![
@@ -133,8 +133,8 @@ fn apart(name: &str, shape: AttentionShape, keys: usize, firsts: [usize; 2], rat
         tensor(Kind::Act, 3, n, Outcome::Same),
         Tensor::new(F32, lse.collect()),
         tensor(Kind::Act, 5, n, Outcome::Same),
-        tensor(result, 6, n, Outcome::Products),
-        tensor(result, 7, n_kv, Outcome::Products).of_sections(vec![shape.kv_channels(); 2]),
+        tensor(result, 6, n, Outcome::Rounded),
+        tensor(result, 7, n_kv, Outcome::Rounded).of_sections(vec![shape.kv_channels(); 2]),
     ];
     let which = format!("of {shape:?} over {keys} keys, first positions {firsts:?}, dropout {rate}");
     [

@@ -94,6 +94,8 @@ pub(crate) enum Outcome {
     Close,
     /// A result of products of what was rounded to the storage on the way, as the halves of attention are.
     Products,
+    /// The same, of what was rounded to the storage of activations, whatever that of the result.
+    Rounded,
 }
 
 impl Tensor {
@@ -184,7 +186,7 @@ impl Case {
     /// Nothing is rounded on the way to a result.
     pub(crate) fn rounded_once(mut self) -> Self {
         for tensor in &mut self.tensors {
-            if tensor.result == Outcome::Products {
+            if matches!(tensor.result, Outcome::Products | Outcome::Rounded) {
                 tensor.result = Outcome::Close;
             }
         }
@@ -242,7 +244,11 @@ impl Case {
             .reference(types)
             .map_err(|error| format!("{name}: on the CPU: {error}"))?;
         for (index, tensor) in self.tensors.iter().enumerate() {
-            compare(&expected[index], &found[index], tensor, types.of(tensor.kind))
+            let dtype = match tensor.result {
+                Outcome::Rounded => types.act,
+                _ => types.of(tensor.kind),
+            };
+            compare(&expected[index], &found[index], tensor, dtype)
                 .map_err(|difference| format!("{name}: argument {index}: {difference}"))?;
         }
         Ok(())
