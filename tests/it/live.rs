@@ -17,8 +17,8 @@ use crate::harness::{
 };
 
 const RANKS: u32 = 4;
-const STEPS: u64 = 90;
-const SAVE_EVERY: u64 = 30;
+const STEPS: u64 = 240;
+const SAVE_EVERY: u64 = 80;
 /// Kills of each layout.
 const KILLS: u64 = 4;
 /// Kills of the long test, and of each of its jobs.
@@ -138,7 +138,9 @@ impl Disturbed {
             self.strike();
         }
         let finished = self.running.finish();
-        finished.expect_exit(0).expect_stderr("SIGKILL");
+        finished.expect_exit(0);
+        // On a fast machine a run may end before its first kill.
+        let has_died = finished.transcript().contains("SIGKILL");
         assert_eq!(&parameters(&self.job.out()), expected, "{name}: {:?}", self.tally);
         let steps: Vec<_> = metrics(&self.job.out())
             .iter()
@@ -150,7 +152,7 @@ impl Disturbed {
         if layout.has_copies && !has_second_deaths {
             assert_eq!(self.tally.reloads, 0, "{name}: {}", finished.transcript());
         }
-        if !layout.has_copies {
+        if !layout.has_copies && has_died {
             finished.expect_stdout(&format!("{RELOADS}.*no rank has the state of rank"));
         }
         self.tally
@@ -252,7 +254,7 @@ fn survivors_of_a_kill_keep_their_processes_and_no_bit_changes() {
         all.add(job.run(layout, KILLS, &expected));
     }
     eprintln!("live: {all:?}");
-    assert!(all.kept > 0 && all.replaced == 0, "{all:?}");
+    assert!(all.kills() >= LAYOUTS.len() as u64 && all.kept > 0 && all.replaced == 0, "{all:?}");
 }
 
 #[test]

@@ -126,7 +126,7 @@ fn two_hundred_billion_parameters_on_512_gpus_fit_with_divided_experts() {
         }
     }
     let found = search.result(Vec::new());
-    let meshes = ["pp 32 × dp 4 × cp 2 × tp 2", "pp 32 × dp 4 × ep 2 × cp 2 × tp 2"];
+    let meshes = ["pp 32 × dp 4 × cp 2 × tp 2", "pp 32 × dp 4 × cp 2 × tp 2, ep 2"];
     assert_eq!(layouts(&found), meshes);
     let [whole, divided] = [0, 1].map(|index: usize| found.best[index].seconds());
     assert!(divided < 1.15 * whole, "{divided} and {whole} s");

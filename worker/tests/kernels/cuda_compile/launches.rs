@@ -25,6 +25,7 @@ const ALL_THREADS: u32 = 1024;
 /// - attention with dropout: the words of masks take registers;
 /// - attention with f32, of narrow heads and of grouped queries: a number or two of the keys' part;
 /// - layer normalisation: sums of more than 8,192 channels, which no block has registers for; below that a number or two.
+/// - rows by index: a division of 64 bits, on one card.
 ///
 /// How many bytes it is depends a little on the compiler: so many with NVRTC 12.9 and 13.2.
 fn local_bytes(call: &Call) -> u32 {
@@ -38,6 +39,7 @@ fn local_bytes(call: &Call) -> u32 {
         ("flash_forward" | "flash_dkv", _) => 64,
         ("norm_backward", ALL_THREADS) => 256,
         ("attention_forward" | "attention_dq" | "cross_entropy" | "norm_forward" | "norm_backward", _) => 16,
+        ("index_rows", _) => 8,
         _ => 0,
     }
 }
