@@ -3,7 +3,10 @@
 use std::collections::BTreeMap;
 
 use ddp_worker::mesh::MeshShape;
-use ddp_worker::train::{Decision, Held};
+use ddp_worker::metrics::MetricsLine;
+use ddp_worker::train::{Decision, Held, Version};
+
+use super::layout::{BATCH, mix};
 
 /// What a rank does next, in the order of a generation. From [`Action::Save`] the next step begins.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -142,5 +145,21 @@ impl Process {
             saving: None,
             trained_in: 0,
         }
+    }
+
+    /// Ends a step with an update, unless a number of some rank is not finite.
+    pub(super) fn update(&mut self, version: Version) {
+        let Some(held) = &mut self.held else { return };
+        if self.is_finite {
+            self.state.chain = mix(self.state.chain, mix(self.sums, held.version.step));
+            held.updates += 1;
+        }
+        self.state.history.push(self.of_ranks);
+        held.samples += self.of_ranks * BATCH;
+        (held.version, held.unfinished) = (version, None);
+        held.line = Some(MetricsLine {
+            step: version.step,
+            ..MetricsLine::default()
+        });
     }
 }

@@ -144,7 +144,13 @@ pub(crate) fn recover(
             let reports = reports.iter().map(|report| serde_json::from_slice(report));
             let reports: Vec<Option<Held>> = reports.collect::<Result<_, _>>().map_err(unreadable)?;
             let groups = group_axes(&spec.model.all_params);
-            let decision = decide(&reports, &spec.strategy.mesh, &groups, latest);
+            let decision = decide(
+                &reports,
+                &spec.strategy.mesh,
+                &groups,
+                latest,
+                env.generation.get(),
+            );
             serde_json::to_vec(&decision).map_err(unreadable)
         })
     });

@@ -135,23 +135,27 @@ impl GoOn {
     }
 }
 
-/// Decides from the reports of all ranks of `mesh`, in their order. `groups` are the axes of each
+/// Decides from the reports of all ranks of `mesh`, in their order, when `generation` begins. `groups` are the axes of each
 /// [`crate::parallel::StateGroup`], and `latest` is the step of the latest checkpoint.
+///
+/// Of a checkpoint and a state in memory of the same step, the state counts only if it is of the generation before. Others
+/// may have left an older one behind, and saved what they made of that step.
 pub fn decide(
     reports: &[Option<Held>],
     mesh: &MeshShape,
     groups: &[Vec<Axis>],
     latest: Option<u64>,
+    generation: u64,
 ) -> Decision {
     let reload = |reason| Decision::Reload { reason };
     let held = || reports.iter().flatten();
     let Some(newest) = held().map(|held| held.version).max() else {
         return reload(None);
     };
-    let step = newest.step;
-    if let Some(saved) = latest.filter(|saved| *saved > step) {
+    let Version { generation: of, step } = newest;
+    if let Some(saved) = latest.filter(|saved| *saved > step || (*saved == step && of + 1 < generation)) {
         return reload(Some(format!(
-            "the latest checkpoint is of step {saved}, the newest state in memory of step {step}"
+            "the latest checkpoint is of step {saved}, the newest state in memory of step {step} in generation {of}"
         )));
     }
     let is_holder = |(rank, held): (usize, &Option<Held>)| {
@@ -252,12 +256,12 @@ mod tests {
         text.split(' ').enumerate().map(held).collect()
     }
 
-    /// As in `1:5 of 0, 2`, the version and its holders; or the reason for the checkpoint.
+    /// Of generation 3: as in `1:5 of ranks 0, 2`, the version and its holders; or the reason for the checkpoint.
     fn decided(then: &MeshShape, now: &MeshShape, text: &str, latest: Option<u64>) -> String {
         let mut reports = reports(then, text);
         reports.resize(now.ranks(), None);
         let experts = [Axis::Replicate, Axis::Shard].to_vec();
-        match decide(&reports, now, &[GRADIENTS.to_vec(), experts], latest) {
+        match decide(&reports, now, &[GRADIENTS.to_vec(), experts], latest, 3) {
             Decision::GoOn(go_on) => {
                 let GoOn { state, holders } = *go_on;
                 let holders: Vec<usize> = (0..now.ranks()).filter(|&rank| holders[rank]).collect();
@@ -324,8 +328,14 @@ mod tests {
     fn a_newer_checkpoint_and_another_division_of_the_state_lead_to_the_checkpoint() {
         assert_eq!(
             decided(&ddp(2), &ddp(2), "1:5 1:5", Some(6)),
-            "the latest checkpoint is of step 6, the newest state in memory of step 5"
+            "the latest checkpoint is of step 6, the newest state in memory of step 5 in generation 1"
         );
+        // The ranks of generation 2 may have saved another one.
+        assert_eq!(
+            decided(&ddp(2), &ddp(2), "1:5 -", Some(5)),
+            "the latest checkpoint is of step 5, the newest state in memory of step 5 in generation 1"
+        );
+        assert_eq!(decided(&ddp(2), &ddp(2), "2:5 -", Some(5)), "2:5 of rank 0");
         assert_eq!(decided(&ddp(2), &ddp(3), "1:5 1:5", None), "1:5 of ranks 0, 1");
         assert_eq!(
             decided(&sharded(2, None), &sharded(3, None), "1:5 1:5", None),
@@ -350,7 +360,7 @@ mod tests {
         reports[1].as_mut().unwrap().line = Some(line(5, None));
         reports[2].as_mut().unwrap().line = Some(line(5, Some(1.5)));
         reports[3].as_mut().unwrap().line = Some(line(4, Some(1.25)));
-        let Decision::GoOn(go_on) = decide(&reports, &mesh, &[GRADIENTS.to_vec()], None) else {
+        let Decision::GoOn(go_on) = decide(&reports, &mesh, &[GRADIENTS.to_vec()], None, 2) else {
             panic!("rank 1 has all of it");
         };
         assert_eq!(Some(&go_on.state), reports[2].as_ref());
