@@ -13,9 +13,9 @@ use crate::{Breach, assert_none};
 /// Folders whose code is the product.
 const PRODUCTION: [&str; 4] = ["launcher/src", "proto/src", "src", "worker/src"];
 /// Lines of Rust in all of them.
-const LINES: usize = 70_776;
+const LINES: usize = 71_050;
 /// Files of `worker/src`.
-const WORKER_FILES: usize = 269;
+const WORKER_FILES: usize = 272;
 /// A file with fewer lines than this, comments included, is a part of a concept.
 const SHORT_FILE_LINES: usize = 60;
 /// Files of the product that may be shorter. A kernel of CUDA is a text of its own; a binary only
