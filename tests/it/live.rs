@@ -254,7 +254,10 @@ fn survivors_of_a_kill_keep_their_processes_and_no_bit_changes() {
         all.add(job.run(layout, KILLS, &expected));
     }
     eprintln!("live: {all:?}");
-    assert!(all.kills() >= LAYOUTS.len() as u64 && all.kept > 0 && all.replaced == 0, "{all:?}");
+    assert!(
+        all.kills() >= LAYOUTS.len() as u64 && all.kept > 0 && all.replaced == 0,
+        "{all:?}"
+    );
 }
 
 #[test]
