@@ -540,7 +540,47 @@ impl<'a> Trainer<'a> {
         self.parts
             .with_checkpoints(|checkpoints, here| checkpoints.receive(here, &result.rows.saves()));
         let complaint = result.complaint();
-        match (self.skips.judge(complaint.is_none()), complaint) {
+        let decision = self.skips.judge(complaint.is_none());
+        let routers = self.parts.replica.routers.as_ref().zip(result.routers.as_deref());
+        let experts = routers.map(|(table, bytes)| table.read(bytes));
+        let stalled = self.parts.checkpoints.take_stalled();
+        let (loader, env) = (&self.parts.loader, self.parts.session.env());
+        let block_size = self.parts.config.model.block_size as u64;
+        let ms = |duration: Duration| duration.as_secs_f64() * 1e3;
+        let record = StepRecord {
+            line: MetricsLine {
+                step: step + 1,
+                epoch: loader.epoch_before(step + 1),
+                loss: result.rows.mean_loss(),
+                val_loss: None,
+                experts,
+                lr: f64::from(lr),
+                grad_norm: f64::from(result.norm),
+                skipped: self.skips.total(),
+                tokens: loader.consumed_before(step + 1) * block_size,
+                tokens_per_s: (samples * block_size) as f64 / times.step.as_secs_f64().max(1e-9),
+                achieved: Achieved::default(),
+                step_ms: ms(times.step),
+                data_ms: ms(times.data),
+                forward_ms: ms(times.forward),
+                backward_ms: ms(times.backward),
+                comm_ms: ms(times.comm),
+                comm_exposed_ms: ms(times.exposed),
+                share_ms: ms(times.share),
+                optimizer_ms: ms(times.optimizer),
+                checkpoint_ms: ms(stalled),
+                wire_bytes: sent,
+                world_size: env.world_size.get(),
+                generation: env.generation.get(),
+                memory: Memory::default(),
+            },
+            tokens: samples * block_size,
+            time: times.step,
+            stop: result.rows.stop(),
+        };
+        // The others may need it if a rank dies during the inspection.
+        self.line = Some(record.line.clone());
+        match (decision, complaint) {
             (Decision::Stop { skipped }, Some(complaint)) => {
                 let seen = self.between_steps(|parts| parts.inspect(step))?;
                 return Err(TrainError::NonFinite {
@@ -558,45 +598,6 @@ impl<'a> Trainer<'a> {
             }
             _ => {}
         }
-        let routers = self.parts.replica.routers.as_ref().zip(result.routers.as_deref());
-        let experts = routers.map(|(table, bytes)| table.read(bytes));
-        let stalled = self.parts.checkpoints.take_stalled();
-        let (loader, env) = (&self.parts.loader, self.parts.session.env());
-        let block_size = self.parts.config.model.block_size as u64;
-        let tokens = samples * block_size;
-        let ms = |duration: Duration| duration.as_secs_f64() * 1e3;
-        let record = StepRecord {
-            line: MetricsLine {
-                step: step + 1,
-                epoch: loader.epoch_before(step + 1),
-                loss: result.rows.mean_loss(),
-                val_loss: None,
-                experts,
-                lr: f64::from(lr),
-                grad_norm: f64::from(result.norm),
-                skipped: self.skips.total(),
-                tokens: loader.consumed_before(step + 1) * block_size,
-                tokens_per_s: tokens as f64 / times.step.as_secs_f64().max(1e-9),
-                achieved: Achieved::default(),
-                step_ms: ms(times.step),
-                data_ms: ms(times.data),
-                forward_ms: ms(times.forward),
-                backward_ms: ms(times.backward),
-                comm_ms: ms(times.comm),
-                comm_exposed_ms: ms(times.exposed),
-                share_ms: ms(times.share),
-                optimizer_ms: ms(times.optimizer),
-                checkpoint_ms: ms(stalled),
-                wire_bytes: sent,
-                world_size: env.world_size.get(),
-                generation: env.generation.get(),
-                memory: Memory::default(),
-            },
-            tokens,
-            time: times.step,
-            stop: result.rows.stop(),
-        };
-        self.line = Some(record.line.clone());
         Ok(record)
     }
 
