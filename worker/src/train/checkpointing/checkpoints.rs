@@ -269,7 +269,7 @@ impl Checkpoints {
     /// delete before the process ends. False if a thread may still read the state.
     pub(crate) fn abandon(&mut self) -> bool {
         let mut threads = self.pending.take().into_iter().chain(self.before.take());
-        threads.all(|mut thread| thread.end(ABANDON_BOUND))
+        threads.all(|mut thread| thread.end(ABANDON_BOUND) || !thread.is_live())
     }
 
     /// True of the step of the latest checkpoint.

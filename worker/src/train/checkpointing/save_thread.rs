@@ -77,6 +77,8 @@ pub(super) struct SaveThread {
     /// Each message lets rank 0's thread commit. The thread gives the save up when this sender is gone.
     commits: Option<Sender<()>>,
     step: u64,
+    /// It reads the state itself, not a copy.
+    is_live: bool,
 }
 
 /// What the thread and the training loop share.
@@ -117,6 +119,7 @@ impl SaveThread {
         });
         let (commits, orders) = mpsc::channel();
         let mut here = None;
+        let is_live = task.as_ref().is_ok_and(|task| task.live.is_some());
         let started = task.map(|mut task| {
             let shared = shared.clone();
             task.storage = Arc::new(NotedStorage {
@@ -149,7 +152,13 @@ impl SaveThread {
             here,
             commits: Some(commits),
             step,
+            is_live,
         }
+    }
+
+    /// True if it reads the state itself, not a copy.
+    pub(super) fn is_live(&self) -> bool {
+        self.is_live
     }
 
     /// The step that is saved.
