@@ -154,10 +154,18 @@ pub(crate) fn recover(
             serde_json::to_vec(&decision).map_err(unreadable)
         })
     });
-    let decision = decided.and_then(|bytes| serde_json::from_slice(&bytes).map_err(unreadable));
+    let decision = decided.and_then(
+        |bytes| match serde_json::from_slice(&bytes).map_err(unreadable)? {
+            Decision::GoOn(go_on) if go_on.holders.len() != exchange.ranks => {
+                let words = format!("{} holders of kept state", go_on.holders.len());
+                Err(Failure::Invalid(words))
+            }
+            decision => Ok(decision),
+        },
+    );
     match decision.map_err(AgreementError::from)? {
         Decision::GoOn(go_on) => {
-            kept.take_if(|_| go_on.holders.get(exchange.rank) != Some(&true));
+            kept.take_if(|_| !go_on.holders[exchange.rank]);
             if let Some(kept) = kept {
                 kept.advance(&go_on.state)?;
             }
