@@ -273,12 +273,16 @@ pub fn run(file: &Path, overrides: &[String]) -> ExitCode {
     ignore_file_size_signal();
     limits::raise_open_files_fully();
     match load(file, overrides) {
-        Ok(located) => train(located.config),
+        Ok(located) => {
+            // A worker that takes the place of another one reads the file as it is then.
+            let is_same = |config: &TrainConfig| load(file, overrides).is_ok_and(|now| now.config == *config);
+            train(located.config, is_same)
+        }
         Err(error) => fail(&error, error.exit_code()),
     }
 }
 
-fn train(mut config: TrainConfig) -> ExitCode {
+fn train(mut config: TrainConfig, is_same: impl Fn(&TrainConfig) -> bool) -> ExitCode {
     let mut session = match Session::from_env() {
         Ok(session) => session,
         Err(error) => return fail(&error, session_exit_code(&error)),
@@ -295,7 +299,7 @@ fn train(mut config: TrainConfig) -> ExitCode {
         let Err(error @ TrainError::GenerationOver { .. }) = ended else {
             return None;
         };
-        if !session.outlives() {
+        if !session.outlives() || !is_same(&config) {
             return None;
         }
         fail(error, FAILED);

@@ -141,6 +141,22 @@ fn a_kill_changes_nothing_in(operation: &str, edit: fn(String) -> String) {
     assert_eq!(metrics(&disturbed.out()).len(), 4, "each step once");
 }
 
+/// All workers read the file again, since the one that is started anew does.
+#[test]
+fn a_configuration_that_was_edited_counts_for_all_after_a_kill() {
+    let job = TinyJob::with(|yaml| yaml.replace("steps: 40", "steps: 150"));
+    let running = train(&job);
+    let victim = worker(running.pid(), "1");
+    wait_for_step(&job.out(), 7);
+    let file = job.dir().join("tiny.yaml");
+    let edited = std::fs::read_to_string(&file).expect("readable");
+    std::fs::write(&file, edited.replace("lr: 1.0e-3", "lr: 2.0e-3")).expect("writable");
+    kill(Pid::from_raw(victim), Signal::SIGKILL).expect("a living worker");
+    let finished = running.finish();
+    finished.expect_exit(0).expect_stdout("[0] restarted after step ");
+    assert_eq!(metrics(&job.out()).len(), 150, "each step once");
+}
+
 #[test]
 fn a_killed_launcher_leaves_no_worker_and_no_shared_memory() {
     let job = TinyJob::with(|yaml| yaml.replace("steps: 40", "steps: 100000"));
