@@ -1,4 +1,5 @@
 """FSDP with replicas (HSDP) whose ranks keep their processes when another one dies; see README.md."""
+import glob
 import os
 import sys
 
@@ -50,21 +51,33 @@ def distributed(tensor, param):
 def main(folder):
     shard = Shard()
 
-    def file():
-        return f"{folder}/shard_{dist.get_rank() % SHARDS}.pt"
+    def file(number, step):
+        return f"{folder}/shard_{number}_step_{step}.pt"
+
+    def saved(number):
+        """The steps after which this shard was saved, ascending."""
+        names = glob.glob(file(number, "*"))
+        return sorted(int(name.rpartition("_")[2].removesuffix(".pt")) for name in names)
 
     def save(job):
-        if dist.get_rank() < SHARDS:
-            torch.save((job.finished, shard.parts), f"{file()}.new")
-            os.replace(f"{file()}.new", file())
+        number = dist.get_rank()
+        if number < SHARDS:
+            name = file(number, job.finished)
+            torch.save(shard.parts, f"{name}.new")
+            os.replace(f"{name}.new", name)
+            # All ranks may die before the other shards of this step are saved.
+            for step in saved(number)[:-2]:
+                os.remove(file(number, step))
 
     def train(job):
         dist.init_process_group("gloo")
         rank, ranks = dist.get_rank(), dist.get_world_size()
         mesh = init_device_mesh("cpu", (ranks // SHARDS, SHARDS), mesh_dim_names=("replicate", "shard"))
         finished = 0
-        if shard.parts is None and os.path.exists(file()):  # a new process
-            finished, shard.parts = torch.load(file())
+        if shard.parts is None:  # a new process
+            finished = max(set.intersection(*(set(saved(number)) for number in range(SHARDS))), default=0)
+            if finished:
+                shard.parts = torch.load(file(rank % SHARDS, finished))
         first = job.restore({"shard": shard}, mesh.get_group("replicate"), finished)
         print(f"pid {os.getpid()} trains from step {first}", flush=True)
         torch.manual_seed(0)

@@ -10,6 +10,7 @@ updated them, though another has, can still do so, by itself; and where none has
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import io
 import os
@@ -210,6 +211,7 @@ def _release(error: BaseException | None) -> None:
     with contextlib.suppress(Exception):  # what is broken may say so
         if dist.is_initialized():
             dist.destroy_process_group()
+    _forget_meshes()
     gc.collect()
     names = [name.read_text() for name in pathlib.Path("/proc/self/task").glob("*/comm")]
     if any(name.startswith("pt_gloo_runloop") for name in names):
@@ -219,6 +221,23 @@ def _release(error: BaseException | None) -> None:
             file=sys.stderr,
             flush=True,
         )
+
+
+def _forget_meshes() -> None:
+    """Ends what PyTorch keeps of meshes: caches of DTensor's operations, and the process groups of each mesh. A mesh of the
+    next generation equals one of the last.
+    """
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    mesh_kind = getattr(sys.modules.get("torch.distributed.device_mesh"), "DeviceMesh", None)
+    for part in gc.get_objects():
+        if type(part) is functools._lru_cache_wrapper and (part.__module__ or "").startswith("torch.distributed."):
+            part.cache_clear()
+        elif type(part) is mesh_kind:
+            getattr(part, "_pg_registry", {}).clear()
+    # Of other versions of PyTorch, these may be missing.
+    getattr(sys.modules.get("torch.distributed.tensor._redistribute"), "_planner_cache", {}).clear()
+    getattr(sys.modules["torch"]._C, "_clear_DTensor_sharding_propagator_cache", gc.collect)()
 
 
 def _abort() -> None:

@@ -1,6 +1,6 @@
 //! Where the state of a run comes from. A run that goes on from a checkpoint must have some things in common with the
 //! one that wrote it. Published weights count at the beginning of a run only. A generation may also go on from what the
-//! ranks of the one before have kept in memory: each rank reads the parts that it needs, as from a checkpoint.
+//! ranks of the one before have kept in memory: then a rank receives what it lacks from another one.
 
 use std::path::Path;
 use std::sync::Arc;
