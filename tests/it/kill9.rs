@@ -155,7 +155,11 @@ fn a_configuration_that_was_edited_counts_for_all_after_a_kill() {
     kill(Pid::from_raw(victim), Signal::SIGKILL).expect("a living worker");
     let finished = running.finish();
     finished.expect_exit(0).expect_stdout("[0] restarted");
-    assert!(!finished.transcript().contains("kept:"), "{}", finished.transcript());
+    assert!(
+        !finished.transcript().contains("kept:"),
+        "{}",
+        finished.transcript()
+    );
     assert_eq!(metrics(&job.out()).len(), 150, "each step once");
 }
 
