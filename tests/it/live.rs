@@ -131,7 +131,7 @@ impl Disturbed {
         }
     }
 
-    /// Kills so many ranks, as far as the run lasts, and lets it end.
+    /// Kills `kills` ranks, if the run lasts as long, and lets it end.
     fn run(mut self, layout: Layout, kills: u64, expected: &BTreeMap<String, Vec<u8>>) -> Tally {
         let name = format!("{layout:?}");
         while self.tally.kills() < kills && !self.running.ended_within(Duration::ZERO) {
@@ -194,9 +194,10 @@ impl Disturbed {
             return;
         }
         for (rank, pid) in before.iter().filter(|(rank, _)| !victims.contains(rank)) {
-            match after[rank] == *pid {
-                true => self.tally.kept += 1,
-                false => self.tally.replaced += 1,
+            if after[rank] == *pid {
+                self.tally.kept += 1;
+            } else {
+                self.tally.replaced += 1;
             }
         }
     }

@@ -366,7 +366,7 @@ impl Run {
             return Ok(true);
         }
         let behind = match next {
-            Action::Report => self.report(process),
+            Action::Report => Some(self.report(process)),
             Action::Decide => self.decide(world)?,
             Action::Join => self.exchange(process, Among::All, 0).map(|_| Action::TakeApart),
             Action::TakeApart => Some(self.take_apart(process)),
@@ -409,7 +409,7 @@ impl Run {
         members.into_iter().map(|rank| values[rank]).collect()
     }
 
-    fn report(&mut self, process: usize) -> Option<Action> {
+    fn report(&mut self, process: usize) -> Action {
         let it = &self.processes[process];
         let world = &mut self.worlds[it.world];
         if it.rank == 0 {
@@ -428,7 +428,7 @@ impl Run {
                 .for_each(|version| version.generation = 0);
         }
         world.reports[it.rank] = Some(report);
-        Some(Action::Decide)
+        Action::Decide
     }
 
     fn decide(&mut self, world: usize) -> Result<Option<Action>, String> {
@@ -524,53 +524,50 @@ impl Run {
         let latest = world.latest.unwrap_or(0);
         let (mesh, part) = (&world.mesh, world.mesh.index(it.rank, &PARTS));
         let place = Place::of(mesh, it.rank);
-        match &world.decision {
-            Some(Decision::GoOn(go_on)) => {
-                if !go_on.holders[it.rank] {
-                    it.state = world.sent[it.rank].take()?;
-                    it.held = Some(Held {
-                        place,
-                        unfinished: None,
-                        ..go_on.state.clone()
-                    });
-                    self.tally.count("received");
-                }
-                let step = go_on.state.version.step;
-                let is_validated = go_on
-                    .state
-                    .line
-                    .as_ref()
-                    .is_some_and(|line| line.val_loss.is_some());
-                it.validates = is_due(step, VALIDATE_EVERY) && !is_validated;
-                it.saves = is_due(step, SAVE_EVERY) && latest < step;
-            }
-            _ => {
-                let version = Version {
-                    generation: world.generation,
-                    step: latest,
-                };
-                let saved = self
-                    .checkpoint
-                    .as_ref()
-                    .filter(|saved| saved.held.version.step == latest);
-                it.state = saved.map_or_else(
-                    || State {
-                        chain: first_chain(self.seed, part as u64),
-                        history: Vec::new(),
-                    },
-                    |saved| saved.states[part].clone(),
-                );
+        if let Some(Decision::GoOn(go_on)) = &world.decision {
+            if !go_on.holders[it.rank] {
+                it.state = world.sent[it.rank].take()?;
                 it.held = Some(Held {
-                    version,
-                    unfinished: None,
-                    updates: saved.map_or(0, |saved| saved.held.updates),
-                    samples: saved.map_or(0, |saved| saved.held.samples),
-                    batch: None,
                     place,
-                    line: None,
+                    unfinished: None,
+                    ..go_on.state.clone()
                 });
-                (it.validates, it.saves) = (false, false);
+                self.tally.count("received");
             }
+            let step = go_on.state.version.step;
+            let is_validated = go_on
+                .state
+                .line
+                .as_ref()
+                .is_some_and(|line| line.val_loss.is_some());
+            it.validates = is_due(step, VALIDATE_EVERY) && !is_validated;
+            it.saves = is_due(step, SAVE_EVERY) && latest < step;
+        } else {
+            let version = Version {
+                generation: world.generation,
+                step: latest,
+            };
+            let saved = self
+                .checkpoint
+                .as_ref()
+                .filter(|saved| saved.held.version.step == latest);
+            it.state = saved.map_or_else(
+                || State {
+                    chain: first_chain(self.seed, part as u64),
+                    history: Vec::new(),
+                },
+                |saved| saved.states[part].clone(),
+            );
+            it.held = Some(Held {
+                version,
+                unfinished: None,
+                updates: saved.map_or(0, |saved| saved.held.updates),
+                samples: saved.map_or(0, |saved| saved.held.samples),
+                batch: None,
+                place,
+                line: None,
+            });
+            (it.validates, it.saves) = (false, false);
         }
         Some(Action::Validate)
     }
@@ -596,13 +593,14 @@ impl Run {
             _ => self.processes[process].contribution,
         };
         let exchanged = match next {
-            Action::Gather | Action::Norm => self.exchange(process, Among::Replica, value)?,
+            Action::Gather | Action::Norm | Action::Updated => {
+                self.exchange(process, Among::Replica, value)?
+            }
             Action::FirstBucket | Action::LastBucket => self.exchange(process, Among::Gradients, value)?,
             Action::Leave => match self.exchange(process, Among::All, value) {
                 None if self.rules.barrier => return None,
                 rows => rows.unwrap_or_default(),
             },
-            Action::Updated => self.exchange(process, Among::Replica, value)?,
             _ => Vec::new(),
         };
         let it = &mut self.processes[process];

@@ -70,6 +70,10 @@ pub(super) struct World {
     /// By rank.
     pub(super) processes: Vec<usize>,
     pub(super) exchanged: BTreeMap<(u64, Action), Vec<Option<u64>>>,
+    #[expect(
+        clippy::option_option,
+        reason = "not yet reported, or reported that nothing is held"
+    )]
     pub(super) reports: Vec<Option<Option<Held>>>,
     /// The latest checkpoint, once rank 0 has looked.
     pub(super) latest: Option<u64>,
@@ -96,6 +100,7 @@ pub(super) enum Life {
 }
 
 /// A worker process.
+#[expect(clippy::struct_excessive_bools, reason = "each is a fact of its own")]
 pub(super) struct Process {
     pub(super) life: Life,
     /// It does not learn that its generation is over.

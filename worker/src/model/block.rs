@@ -388,17 +388,17 @@ impl Context<'_> {
 
     /// What the ranks' partial sums `[R, C]` add up to: all rows, or this rank's own ones.
     pub(super) fn summed_rows(&self, name: &str, partial: Activation) -> Result<Activation> {
-        self.finish_sum(self.start_sum(name, partial)?)
+        let sum = self.start_sum(name, &partial)?;
+        drop(partial);
+        self.finish_sum(sum)
     }
 
     /// The same, of which nothing may be used until [`Context::finish_sum`].
-    pub(super) fn start_sum(&self, name: &str, partial: Activation) -> Result<Exchange> {
+    pub(super) fn start_sum(&self, name: &str, partial: &Activation) -> Result<Exchange> {
         match self.tensor {
-            None => Ok(Exchange::new(Event::reached(), &partial)),
-            Some(group) if group.is_sequence() => {
-                group.start(ExchangeKind::ReduceScatterRows, &partial, name)
-            }
-            Some(group) => group.start(ExchangeKind::AllReduce, &partial, name),
+            None => Ok(Exchange::new(Event::reached(), partial)),
+            Some(group) if group.is_sequence() => group.start(ExchangeKind::ReduceScatterRows, partial, name),
+            Some(group) => group.start(ExchangeKind::AllReduce, partial, name),
         }
     }
 

@@ -280,7 +280,7 @@ impl NormedDense {
             Some(normalised) => normalised,
             None => self.norm.forward(ctx, inp)?,
         };
-        let gradient = || ctx.start_sum("gradient", self.dense.dinp(ctx, dout)?);
+        let gradient = || ctx.start_sum("gradient", &self.dense.dinp(ctx, dout)?);
         // The ranks add it up while each computes its gradient of the weight. Alone, a rank holds less the other way round.
         let early = ctx.tensor.map(|_| gradient()).transpose()?;
         self.dense.gradients(ctx, [&normalised, dout, dout], grads)?;

@@ -110,7 +110,7 @@ fn deafening() -> WrapTransport {
     Arc::new(|inner| Box::new(Deaf { inner, sound: 3 }))
 }
 
-/// Runs a job whose ranks are threads, in generations of so many ranks. `place` gives each its place, by rank and
+/// Runs a job whose ranks are threads, one generation for each number of `worlds`. `place` gives each its place, by rank and
 /// generation. A rank that dies is replaced in the next one, if that has as many ranks.
 fn run(job: &Job, worlds: &[u32], place: &(dyn Fn(usize, usize, &Session) -> Assignment + Sync)) {
     let generations: Vec<Vec<Session>> = (worlds.iter().zip(1..))
@@ -296,7 +296,7 @@ fn tensor_and_pipeline_ranks_with_replicas_lose_no_step() {
     });
 }
 
-/// The others have passed the barrier of the step in which a rank dies, and finish it. Nobody takes its place.
+/// The others have passed the barrier of the step in which a rank dies, and finish it. No rank takes its place.
 #[test]
 fn a_smaller_world_goes_on_with_the_bits_of_a_restart_there() {
     const LAST: u64 = 4;

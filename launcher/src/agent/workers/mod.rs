@@ -195,14 +195,9 @@ impl WorkerGroup {
         let (mut specs, mut contracts, mut kept) = (Vec::new(), Vec::new(), BTreeMap::new());
         for mut contract in context.contracts(generation, assignment) {
             let (rank, local_rank) = (contract.rank, contract.local_rank);
-            let (log_dir, parked) = (plan.log_dir.as_deref(), context.parked.get(&local_rank));
-            let files = match parked {
-                Some(parked) => parked.continued(log_dir, attempt, rank),
-                None => WorkerFiles::create(log_dir, &context.scratch_dir, attempt, rank)?,
-            };
-            contract.error_file = Some(files.error_file().to_string_lossy().into_owned());
+            let files = files_of(&mut contract, context, attempt)?;
             let prefix = plan.output.prefix.of(&contract, &context.hostname);
-            if parked.is_some() {
+            if context.parked.contains_key(&local_rank) {
                 kept.insert(local_rank, (files, prefix));
                 contracts.push(contract);
                 continue;
@@ -651,6 +646,21 @@ impl WorkerGroup {
         };
         self.workers.values().filter_map(end).collect()
     }
+}
+
+/// The files of a worker: new ones, or those that a parked one has.
+fn files_of(
+    contract: &mut WorkerEnv,
+    context: &SpawnContext,
+    attempt: u32,
+) -> Result<WorkerFiles, ExitReason> {
+    let log_dir = context.plan.log_dir.as_deref();
+    let files = match context.parked.get(&contract.local_rank) {
+        Some(parked) => parked.continued(log_dir, attempt, contract.rank),
+        None => WorkerFiles::create(log_dir, &context.scratch_dir, attempt, contract.rank)?,
+    };
+    contract.error_file = Some(files.error_file().to_string_lossy().into_owned());
+    Ok(files)
 }
 
 impl Prepared {

@@ -175,7 +175,8 @@ fn plan(args: &PlanArgs, config: &Path) -> Result<String, CliError> {
         text.push('\n');
         text.push_str(&layouts::text(search, memory, &context));
     } else if let Some(key) = LayoutSearch::given(draft.config()) {
-        text += &format!("Other layouts are not searched, because `{key}` is set; with 1, they are.\n");
+        let note = format!("Other layouts are not searched, because `{key}` is set; with 1, they are.\n");
+        text.push_str(&note);
     }
     Ok(text)
 }

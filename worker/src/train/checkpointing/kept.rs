@@ -25,7 +25,7 @@ pub(crate) struct UnfinishedStep {
     pub(crate) update: UpdateStep,
 }
 
-/// See the module. No thread of its generation uses the memory any more.
+/// What a rank keeps when its generation breaks off. No thread of that generation uses the memory any more.
 pub(crate) struct Kept {
     pub(crate) compute: Compute,
     /// What the rank owns of the parameters.

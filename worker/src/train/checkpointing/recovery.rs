@@ -3,7 +3,7 @@
 //!
 //! A rank updates parameters in step `t` only behind a barrier that follows the last reduction of the step. So if one rank
 //! has updated, each of the others has either updated too, or has its sums and the norm, and can finish the step alone. Every
-//! rank reports what it holds ([`Held`]), and [`decide`] is a pure function of all reports: whoever calls it decides the same.
+//! rank reports what it holds ([`Held`]). [`decide`] is a pure function of all reports: all ranks decide the same.
 //!
 //! The newest [`Version`] counts. Ranks that hold it keep it, and give it to those that do not: in each state group, the
 //! lowest holder among the copies. If a shard has no holder, all ranks read the checkpoint.
@@ -288,7 +288,7 @@ mod tests {
             (&pair, "- -", "nothing"),
             (&pair, "1:5 1:5", "1:5 of ranks 0, 1"),
             (&pair, "- 1:5", "1:5 of rank 1"),
-            // Nobody has updated: all begin the step again.
+            // No rank has updated: all begin the step again.
             (&pair, "1:4>1:5 1:4", "1:4 of ranks 0, 1"),
             (&pair, "1:4>1:5 1:5", "1:5 of ranks 0, 1"),
             (&pair, "1:4 1:5", "1:5 of rank 1"),

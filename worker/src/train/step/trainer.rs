@@ -94,7 +94,7 @@ impl TrainerParts<'_> {
         }
     }
 
-    /// After so many steps, the last of them in this generation.
+    /// The state after `step` steps, the last of them in this generation.
     fn version(&self, step: u64) -> Version {
         let generation = self.session.env().generation.get();
         Version { generation, step }
