@@ -302,7 +302,7 @@ fn train(mut config: TrainConfig, is_same: impl Fn(&TrainConfig) -> bool) -> Exi
         if !session.outlives() || !is_same(&config) {
             return None;
         }
-        fail(error, FAILED);
+        eprintln!("note: {error}");
         is_reported = true;
         // A worker without a place in the next generation ends with the error of this one.
         session = session.park().ok()?;
