@@ -96,7 +96,7 @@ fn the_report_and_the_other_ranks_say_in_which_action_they_were() {
     // The survivors' own words.
     let survivors = words
         .lines()
-        .filter(|line| line.contains("error: rank ") && line.contains(" stopped ("));
+        .filter(|line| line.contains("note: rank ") && line.contains(" stopped ("));
     for survivor in survivors.clone() {
         assert!(
             survivor.contains("): the launcher stopped the workers: rank 5 (node"),
@@ -155,7 +155,7 @@ fn a_node_that_is_killed_in_mid_schedule_is_named_and_changes_no_bit() {
         again.finish().expect_exit(0);
         let words = left.finish().expect_exit(0).stderr();
         // Whom the ranks that were left waited for, in their own words.
-        let mut survivors = words.lines().filter(|line| line.contains("error: rank "));
+        let mut survivors = words.lines().filter(|line| line.contains("note: rank "));
         let names_lost = |line: &str| {
             [" lost rank ", " was lost"]
                 .iter()

@@ -51,13 +51,13 @@ fn a_lack_of_memory_says_what_needs_it_and_what_to_change() {
     for ranks in [1, 2] {
         let job = job();
         let finished = gpus(emulator(), &job, ranks)
-            .env("EMULATOR_MEMORY_MIB", "34")
+            .env("EMULATOR_MEMORY_MIB", "33")
             .target("tiny.yaml")
             .run();
         finished
             .expect_exit(93)
             .expect_stderr("CUDA_ERROR_OUT_OF_MEMORY")
-            .expect_stderr("free of 34.0 MiB, this rank holds")
+            .expect_stderr("free of 33.0 MiB, this rank holds")
             .expect_stderr("that is more than the whole GPU has, so a retry would fail too")
             .expect_stderr("hint: lower `train.micro_batch`");
         assert!(
