@@ -1,7 +1,7 @@
 //! Ranks die at any moment of training. The others keep their processes and the state in their memory, and the last
 //! checkpoint has the bits of a run that nothing disturbed.
 //!
-//! A seed decides who is killed when; the kernel decides the rest. `DDP_CHAOS_SEED=<seed> cargo test --test it live::`
+//! A seed chooses ranks and moments; the kernel decides the rest. `DDP_CHAOS_SEED=<seed> cargo test --test it live::`
 //! repeats the plan. A worker test kills each rank at each operation of two steps.
 
 use std::collections::{BTreeMap, BTreeSet};

@@ -31,7 +31,7 @@ const SEEDS: u64 = 3000;
 const MAX_SEEDS: u64 = 50_000;
 
 #[test]
-fn whoever_dies_the_steps_are_those_of_an_undisturbed_run() {
+fn deaths_change_no_step() {
     if let Some(seed) = number("DDP_SIM_SEED") {
         println!("seed {seed}: {:#?}", Run::new(seed, Rules::default()).run());
         return;
@@ -42,7 +42,7 @@ fn whoever_dies_the_steps_are_those_of_an_undisturbed_run() {
     );
     let mut all = Tally::default();
     for seed in first..first + seeds {
-        let replay = Replay(seed, "whoever_dies");
+        let replay = Replay(seed, "deaths_change_no_step");
         all.add(Run::new(seed, Rules::default()).run().unwrap());
         std::mem::forget(replay);
     }
