@@ -33,17 +33,21 @@ pub trait Block: Send + Sync {
     /// Computes the output and puts into `saved` what [`Context::keep`] says.
     fn forward(&self, ctx: &Context<'_>, inp: &Activation, saved: &mut Saved) -> Result<Activation>;
 
-    /// Takes `saved` empty, adds each parameter's gradient through `grads`, and returns the gradient of the
-    /// input; none for a block whose input has no gradient (tokens).
+    /// Takes what forward kept, adds each parameter's gradient, and returns the gradient of the input; none for a block
+    /// whose input has no gradient (tokens).
     ///
     /// For every parameter that it lists it calls [`GradSink::contributed`] exactly once, as early as it can.
-    fn backward(
-        &self,
-        ctx: &Context<'_>,
-        saved: &mut Saved,
-        dout: &Activation,
-        grads: &mut dyn GradSink,
-    ) -> Result<Option<Activation>>;
+    fn backward(&self, pass: &mut Backward<'_>, dout: &Activation) -> Result<Option<Activation>>;
+}
+
+/// What the backward of a block works with.
+pub struct Backward<'a> {
+    /// That of forward.
+    pub ctx: &'a Context<'a>,
+    /// What forward kept.
+    pub saved: &'a mut Saved,
+    /// Takes the gradients of parameters.
+    pub grads: &'a mut dyn GradSink,
 }
 
 /// What forward keeps in [`Saved`]: memory of activations for arithmetic (Chen et al. 2016; Korthikanti et al. 2022).
@@ -166,6 +170,31 @@ pub struct Context<'a> {
     pub timeline: Option<&'a Timeline>,
 }
 
+impl Backward<'_> {
+    /// Puts what computes this block's contribution to the gradient of `id` from `reads` on the compute stream, and
+    /// reports it; or defers it.
+    pub fn contribute<O: Into<Op>>(
+        &mut self,
+        id: ParamId,
+        reads: &[&Activation],
+        op: impl FnOnce(GradSlot) -> O + Send + 'static,
+    ) -> Result<()> {
+        let later = WeightGradient {
+            id,
+            block: usize::MAX,
+            reads: reads.iter().map(|&read| read.clone()).collect(),
+            op: Box::new(move |slot| op(slot).into()),
+        };
+        match self.grads.deferred() {
+            Some(queue) => {
+                queue.push(later);
+                Ok(())
+            }
+            None => self.ctx.contribute_now(self.grads, later),
+        }
+    }
+}
+
 /// Names the samples of one micro-batch. Randomness that depends on nothing else repeats under recomputation, and is the
 /// same on any number of ranks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -212,31 +241,7 @@ impl<'a> Context<'a> {
         self.spanned(Kind::Operation, || name.into(), enqueue);
     }
 
-    /// Puts what computes this block's contribution to the gradient of `id` from `reads` on the compute stream, and
-    /// reports it; or defers it.
-    pub fn contribute<O: Into<Op>>(
-        &self,
-        grads: &mut dyn GradSink,
-        id: ParamId,
-        reads: &[&Activation],
-        op: impl FnOnce(GradSlot) -> O + Send + 'static,
-    ) -> Result<()> {
-        let later = WeightGradient {
-            id,
-            block: usize::MAX,
-            reads: reads.iter().map(|&read| read.clone()).collect(),
-            op: Box::new(move |slot| op(slot).into()),
-        };
-        match grads.deferred() {
-            Some(queue) => {
-                queue.push(later);
-                Ok(())
-            }
-            None => self.contribute_now(grads, later),
-        }
-    }
-
-    /// What [`Context::contribute`] has put off.
+    /// What [`Backward::contribute`] has put off.
     pub(super) fn contribute_now(
         &self,
         grads: &mut dyn GradSink,

@@ -445,13 +445,13 @@ impl Parts<'_> {
                 dropout,
             }
         });
-        let second = if let Some(all) = decoder.experts_of(layer) {
-            SecondLayer::Experts(self.experts(group, layer, decoder, all))
+        let second: Box<dyn SecondLayer> = if let Some(all) = decoder.experts_of(layer) {
+            Box::new(self.experts(group, layer, decoder, all))
         } else {
             let norm = self.norm(group, &key(names.feed_forward_norm), decoder);
             let keys = [key(names.widen), key(names.narrow)];
             let [widen, projection] = self.feed_forward(group, keys, decoder.inner, decoder);
-            SecondLayer::FeedForward(FeedForward {
+            Box::new(FeedForward {
                 widen: NormedDense {
                     norm,
                     dense: widen,

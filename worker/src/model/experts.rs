@@ -16,7 +16,8 @@
 //! and with that of the router's weight.
 
 use super::layers::{Dense, DropoutLayer, Norm, Site, index_rows, swiglu, swiglu_backward};
-use super::{Activation, Context, GradSink, GroupOps, Keep, ParamId, Saved};
+use super::transformer::SecondLayer;
+use super::{Activation, Backward, Context, GroupOps, Keep, ParamId, Saved};
 use crate::config::{Experts, Recompute};
 use crate::device::{DType, DeviceError, Result};
 use crate::ops::WeightLayout::{InOut, OutIn};
@@ -87,20 +88,15 @@ struct Routed {
 
 const NORMALISED: &str = "feed-forward normalised";
 
-impl ExpertLayer {
-    pub(super) fn params(&self) -> Vec<ParamId> {
+impl SecondLayer for ExpertLayer {
+    fn params(&self) -> Vec<ParamId> {
         let shared = self.shared.iter().flatten().map(|dense| dense.weight);
         let own = [self.widen.weight, self.narrow.weight, self.router.weight];
         self.norm.params().into_iter().chain(shared).chain(own).collect()
     }
 
-    /// `[R, C]` to `[R, C]`. Keeps of each position `C` numbers and its logits, and of each row of an expert `2·C + 2·F`.
-    pub(super) fn forward(
-        &self,
-        ctx: &Context<'_>,
-        inp: &Activation,
-        saved: &mut Saved,
-    ) -> Result<Activation> {
+    /// Keeps of each position `C` numbers and its logits, and of each row of an expert `2·C + 2·F`.
+    fn forward(&self, ctx: &Context<'_>, inp: &Activation, saved: &mut Saved) -> Result<Activation> {
         let normalised = self.norm.forward(ctx, inp)?;
         let routed = self.compute(ctx, &normalised)?;
         let mut mixed = ctx.lease("mixed", &[ctx.rows(), self.router.inputs])?;
@@ -125,13 +121,67 @@ impl ExpertLayer {
             .add_sums(ctx, Site::FeedForwardResidual, mixed, inp, None)
     }
 
-    /// What forward keeps, without its output.
-    pub(super) fn recompute(&self, ctx: &Context<'_>, inp: &Activation, saved: &mut Saved) -> Result<()> {
+    fn recompute(&self, ctx: &Context<'_>, inp: &Activation, saved: &mut Saved) -> Result<()> {
         let normalised = self.norm.forward(ctx, inp)?;
         Self::keep(ctx, inp, self.compute(ctx, &normalised)?, saved);
         Ok(())
     }
 
+    fn backward(&self, pass: &mut Backward<'_>, stream: &Activation) -> Result<Activation> {
+        let ctx = pass.ctx;
+        let inp = pass.saved.take("feed-forward input")?;
+        let state = (pass.saved.state)
+            .take()
+            .and_then(|state| state.downcast::<Routed>().ok());
+        let nothing =
+            || DeviceError::Upstream("backward wants what forward did not save of the router".into());
+        let Routed {
+            routes,
+            inputs,
+            wide,
+            outputs,
+        } = *state.ok_or_else(nothing)?;
+        let normalised = pass.saved.find(NORMALISED);
+        let normalised = normalised.map_or_else(|| self.norm.forward(ctx, &inp), Ok)?;
+        let own = self.dropout.gradient(ctx, Site::FeedForwardResidual, stream)?;
+        let dmixed = ctx.gathered_rows("gradient of the experts", &own)?;
+        drop(own);
+        let dlogits = self.dlogits(ctx, &routes, [&outputs, &dmixed])?;
+        self.router.gradients(pass, [&normalised, &dlogits, &dlogits])?;
+        let dout = to_experts(ctx, outputs, &routes)?;
+        let (ends, widen, narrow) = (&routes.ends, &self.widen, &self.narrow);
+        let again = || widen.of_experts(ctx, [&inputs, ends], OutIn);
+        let wide = wide.map_or_else(again, Ok)?;
+        let dactive = narrow.of_experts(ctx, [&dout, ends], InOut)?;
+        swiglu_backward(ctx, [&wide, &dactive]);
+        narrow.gradients_of_experts(pass, [&dactive, &dout, ends])?;
+        drop((dactive, dout));
+        widen.gradients_of_experts(pass, [&inputs, &wide, ends])?;
+        drop(inputs);
+        let drows = widen.of_experts(ctx, [&wide, ends], InOut)?;
+        drop(wide);
+        let drows = to_positions(ctx, drows, &routes)?;
+        let shared = self.shared_backward(pass, [&normalised, &dmixed])?;
+        drop((normalised, dmixed));
+        let dnormalised = self.router.dinp(ctx, &dlogits)?;
+        ctx.enqueue(IndexRows {
+            accumulate: true,
+            ..index_rows([&drows, &dnormalised], Some(&routes.rows))
+        });
+        if let Some(shared) = shared {
+            ctx.enqueue(AddBiasResidual {
+                inp: dnormalised.buffer().clone(),
+                bias: None,
+                residual: Some(shared.buffer().clone()),
+                out: dnormalised.buffer().clone(),
+            });
+        }
+        let dnormalised = ctx.summed_rows("gradient", dnormalised)?;
+        self.norm.backward_onto(pass, [&inp, &dnormalised], Some(stream))
+    }
+}
+
+impl ExpertLayer {
     fn keep(ctx: &Context<'_>, inp: &Activation, mut routed: Routed, saved: &mut Saved) {
         if let Keep::ForBackward(recompute) = ctx.keep {
             saved.put("feed-forward input", inp);
@@ -263,85 +313,22 @@ impl ExpertLayer {
         group.map_or(Ok(()), |group| group.all_reduce(statistics, "loads of experts"))
     }
 
-    /// From the gradient of the output to that of the input, in place unless gradients are put off.
-    pub(super) fn backward(
-        &self,
-        ctx: &Context<'_>,
-        saved: &mut Saved,
-        stream: &Activation,
-        grads: &mut dyn GradSink,
-    ) -> Result<Activation> {
-        let inp = saved.take("feed-forward input")?;
-        let state = saved
-            .state
-            .take()
-            .and_then(|state| state.downcast::<Routed>().ok());
-        let nothing =
-            || DeviceError::Upstream("backward wants what forward did not save of the router".into());
-        let Routed {
-            routes,
-            inputs,
-            wide,
-            outputs,
-        } = *state.ok_or_else(nothing)?;
-        let normalised = saved.find(NORMALISED);
-        let normalised = normalised.map_or_else(|| self.norm.forward(ctx, &inp), Ok)?;
-        let own = self.dropout.gradient(ctx, Site::FeedForwardResidual, stream)?;
-        let dmixed = ctx.gathered_rows("gradient of the experts", &own)?;
-        drop(own);
-        let dlogits = self.dlogits(ctx, &routes, [&outputs, &dmixed])?;
-        self.router
-            .gradients(ctx, [&normalised, &dlogits, &dlogits], grads)?;
-        let dout = to_experts(ctx, outputs, &routes)?;
-        let (ends, widen, narrow) = (&routes.ends, &self.widen, &self.narrow);
-        let again = || widen.of_experts(ctx, [&inputs, ends], OutIn);
-        let wide = wide.map_or_else(again, Ok)?;
-        let dactive = narrow.of_experts(ctx, [&dout, ends], InOut)?;
-        swiglu_backward(ctx, [&wide, &dactive]);
-        narrow.gradients_of_experts(ctx, [&dactive, &dout, ends], grads)?;
-        drop((dactive, dout));
-        widen.gradients_of_experts(ctx, [&inputs, &wide, ends], grads)?;
-        drop(inputs);
-        let drows = widen.of_experts(ctx, [&wide, ends], InOut)?;
-        drop(wide);
-        let drows = to_positions(ctx, drows, &routes)?;
-        let shared = self.shared_backward(ctx, saved, [&normalised, &dmixed], grads)?;
-        drop((normalised, dmixed));
-        let dnormalised = self.router.dinp(ctx, &dlogits)?;
-        ctx.enqueue(IndexRows {
-            accumulate: true,
-            ..index_rows([&drows, &dnormalised], Some(&routes.rows))
-        });
-        if let Some(shared) = shared {
-            ctx.enqueue(AddBiasResidual {
-                inp: dnormalised.buffer().clone(),
-                bias: None,
-                residual: Some(shared.buffer().clone()),
-                out: dnormalised.buffer().clone(),
-            });
-        }
-        let dnormalised = ctx.summed_rows("gradient", dnormalised)?;
-        self.norm
-            .backward_onto(ctx, [&inp, &dnormalised], Some(stream), grads)
-    }
-
     /// Gradients of the shared experts; that of their input, if there are any.
     fn shared_backward(
         &self,
-        ctx: &Context<'_>,
-        saved: &mut Saved,
+        pass: &mut Backward<'_>,
         [inp, dout]: [&Activation; 2],
-        grads: &mut dyn GradSink,
     ) -> Result<Option<Activation>> {
         let Some([widen, narrow]) = &self.shared else {
             return Ok(None);
         };
-        let wide = saved.find("shared wide");
+        let ctx = pass.ctx;
+        let wide = pass.saved.find("shared wide");
         let wide = wide.map_or_else(|| widen.forward(ctx, inp, None, "shared wide"), Ok)?;
         let dactive = narrow.dinp(ctx, dout)?;
         swiglu_backward(ctx, [&wide, &dactive]);
-        narrow.gradients(ctx, [&dactive, dout, dout], grads)?;
-        widen.gradients(ctx, [inp, &wide, &wide], grads)?;
+        narrow.gradients(pass, [&dactive, dout, dout])?;
+        widen.gradients(pass, [inp, &wide, &wide])?;
         widen.dinp(ctx, &wide).map(Some)
     }
 

@@ -4,7 +4,7 @@
 //! Within a layer backward works in the reverse of the order in which parameters are listed, since that is the order of
 //! gradient memory: the bias, then the weight.
 
-use super::{Activation, Context, GradSink, GradSlot, Keep, ParamId, Saved};
+use super::{Activation, Backward, Context, GradSlot, Keep, ParamId, Saved};
 use crate::config::Recompute;
 use crate::device::Result;
 use crate::ops::{
@@ -45,11 +45,11 @@ impl Norm {
     /// put off reads that; it is new where there is none. All are this rank's rows.
     pub(super) fn backward_onto(
         &self,
-        ctx: &Context<'_>,
+        pass: &mut Backward<'_>,
         [inp, dout]: [&Activation; 2],
         stream: Option<&Activation>,
-        grads: &mut dyn GradSink,
     ) -> Result<Activation> {
+        let Backward { ctx, grads, .. } = pass;
         let dinp = match stream {
             Some(stream) if grads.deferred().is_none() => stream.clone(),
             _ => ctx.lease("gradient of the stream", inp.shape())?,
@@ -164,9 +164,8 @@ impl Dense {
     /// that of the weight needs all rows, `dout`.
     pub(super) fn gradients(
         &self,
-        ctx: &Context<'_>,
+        pass: &mut Backward<'_>,
         [inp, dout, own]: [&Activation; 3],
-        grads: &mut dyn GradSink,
     ) -> Result<()> {
         let (inp_rows, dout_rows, shape) = (inp.buffer().clone(), dout.buffer().clone(), self.shape(inp));
         let weight = move |slot: GradSlot| LinearDweight {
@@ -178,13 +177,13 @@ impl Dense {
         };
         if let Some(bias) = self.bias {
             let x = own.buffer().clone();
-            ctx.contribute(grads, bias, &[own], move |slot| ColumnSum {
+            pass.contribute(bias, &[own], move |slot| ColumnSum {
                 x,
                 out: slot.buffer,
                 accumulate: slot.accumulate,
             })?;
         }
-        ctx.contribute(grads, self.weight, &[inp, dout], weight)
+        pass.contribute(self.weight, &[inp, dout], weight)
     }
 
     /// Of the experts that a rank holds, whose weights are `[O, I]` each: `[M, I]` to `[M, O]` with the layout `OutIn`; with
@@ -214,9 +213,8 @@ impl Dense {
     /// Gradients of these weights.
     pub(super) fn gradients_of_experts(
         &self,
-        ctx: &Context<'_>,
+        pass: &mut Backward<'_>,
         [inp, dout, ends]: [&Activation; 3],
-        grads: &mut dyn GradSink,
     ) -> Result<()> {
         let [lhs, rhs, offsets] = [dout, inp, ends].map(|x| x.buffer().clone());
         let features = [self.outputs, self.inputs];
@@ -228,7 +226,7 @@ impl Dense {
             features,
             accumulate: slot.accumulate,
         };
-        ctx.contribute(grads, self.weight, &[inp, dout, ends], of)
+        pass.contribute(self.weight, &[inp, dout, ends], of)
     }
 }
 
@@ -270,23 +268,22 @@ impl NormedDense {
     /// As [`Norm::backward_onto`].
     pub(super) fn backward(
         &self,
-        ctx: &Context<'_>,
+        pass: &mut Backward<'_>,
         [inp, dout]: [&Activation; 2],
-        saved: &mut Saved,
         stream: Option<&Activation>,
-        grads: &mut dyn GradSink,
     ) -> Result<Activation> {
-        let normalised = match saved.find(self.normalised) {
+        let ctx = pass.ctx;
+        let normalised = match pass.saved.find(self.normalised) {
             Some(normalised) => normalised,
             None => self.norm.forward(ctx, inp)?,
         };
         let gradient = || ctx.start_sum("gradient", &self.dense.dinp(ctx, dout)?);
         // The ranks add it up while each computes its gradient of the weight. Alone, a rank holds less the other way round.
         let early = ctx.tensor.map(|_| gradient()).transpose()?;
-        self.dense.gradients(ctx, [&normalised, dout, dout], grads)?;
+        self.dense.gradients(pass, [&normalised, dout, dout])?;
         drop(normalised);
         let dnormalised = ctx.finish_sum(early.map_or_else(gradient, Ok)?)?;
-        self.norm.backward_onto(ctx, [inp, &dnormalised], stream, grads)
+        self.norm.backward_onto(pass, [inp, &dnormalised], stream)
     }
 }
 

@@ -33,7 +33,8 @@ mod transformer;
 
 pub use activation::{Activation, ActivationPool};
 pub use block::{
-    Block, Context, GradSink, GradSlot, Keep, Model, ModelPart, Params, SampleKey, Saved, WeightGradient,
+    Backward, Block, Context, GradSink, GradSlot, Keep, Model, ModelPart, Params, SampleKey, Saved,
+    WeightGradient,
 };
 pub use build::{block_count, build, build_part};
 pub use context_parallel::zigzag;

@@ -8,7 +8,7 @@
 
 use std::ops::Range;
 
-use super::{Activation, Context, GradSink, GradSlot, Keep, Model, ParamId, Saved, WeightGradient};
+use super::{Activation, Backward, Context, GradSink, GradSlot, Keep, Model, ParamId, Saved, WeightGradient};
 use crate::device::{Compute, DeviceError, Event, Result};
 use crate::timeline::Kind;
 
@@ -153,7 +153,12 @@ impl Passes<'_> {
             let name = || format!("backward {}", block.name()).into();
             let backward = || {
                 hooks.before(index, Pass::Backward)?;
-                block.backward(self.ctx, saved, &dout, &mut sink)
+                let mut pass = Backward {
+                    ctx: self.ctx,
+                    saved,
+                    grads: &mut sink,
+                };
+                block.backward(&mut pass, &dout)
             };
             gradient = self.ctx.spanned(Kind::Backward, name, backward)?;
             for later in deferred.iter_mut().flatten().skip(first) {

@@ -8,9 +8,8 @@
 
 use super::context_parallel::{AttentionRows, KeyExchange};
 use super::decoder::{ActivationKind, PositionKind};
-use super::experts::ExpertLayer;
 use super::layers::{Dense, DropoutLayer, NormedDense, Site, swiglu, swiglu_backward, with_channels};
-use super::{Activation, Block, Context, GradSink, GradSlot, Keep, ParamId, Saved};
+use super::{Activation, Backward, Block, Context, GradSlot, Keep, ParamId, Saved};
 use crate::config::Recompute;
 use crate::device::{Buffer, DeviceError, Result};
 use crate::ops::{
@@ -20,29 +19,32 @@ use crate::ops::{
 };
 
 /// `[B, T, C]` to `[B, T, C]`.
-#[derive(Clone, Debug)]
 pub(super) struct TransformerBlock {
     name: String,
     attention: Option<Attention>,
-    second: SecondLayer,
+    second: Box<dyn SecondLayer>,
     params: Vec<ParamId>,
 }
 
-/// What a block does behind attention.
-#[derive(Clone, Debug)]
-pub(super) enum SecondLayer {
-    FeedForward(FeedForward),
-    Experts(ExpertLayer),
+/// What a block does behind attention: a feed-forward layer, or experts.
+pub(super) trait SecondLayer: Send + Sync {
+    fn params(&self) -> Vec<ParamId>;
+
+    /// `[…, C]` to `[…, C]`.
+    fn forward(&self, ctx: &Context<'_>, inp: &Activation, saved: &mut Saved) -> Result<Activation>;
+
+    /// What forward keeps, without its output.
+    fn recompute(&self, ctx: &Context<'_>, inp: &Activation, saved: &mut Saved) -> Result<()>;
+
+    /// From the gradient of the output to that of the input, in place unless gradients are put off.
+    fn backward(&self, pass: &mut Backward<'_>, stream: &Activation) -> Result<Activation>;
 }
 
 impl TransformerBlock {
     /// Without attention, every position sees itself only.
-    pub(super) fn new(name: String, attention: Option<Attention>, second: SecondLayer) -> Self {
+    pub(super) fn new(name: String, attention: Option<Attention>, second: Box<dyn SecondLayer>) -> Self {
         let mut params = attention.map(|a| a.params()).unwrap_or_default();
-        params.extend(match &second {
-            SecondLayer::FeedForward(layer) => layer.params(),
-            SecondLayer::Experts(layer) => layer.params(),
-        });
+        params.extend(second.params());
         Self {
             name,
             attention,
@@ -78,38 +80,18 @@ impl Block for TransformerBlock {
             saved
         };
         let middle = self.middle(ctx, inp, saved)?;
-        match &self.second {
-            SecondLayer::FeedForward(layer) => layer.forward(ctx, &middle, saved),
-            SecondLayer::Experts(layer) => layer.forward(ctx, &middle, saved),
-        }
+        self.second.forward(ctx, &middle, saved)
     }
 
-    fn backward(
-        &self,
-        ctx: &Context<'_>,
-        saved: &mut Saved,
-        dout: &Activation,
-        grads: &mut dyn GradSink,
-    ) -> Result<Option<Activation>> {
-        let mut again = Saved::default();
-        let saved = match saved.find(INPUT) {
-            None => saved,
-            Some(inp) => {
-                let middle = self.middle(ctx, &inp, &mut again)?;
-                match &self.second {
-                    SecondLayer::FeedForward(layer) => layer.recompute(ctx, &middle, &mut again)?,
-                    SecondLayer::Experts(layer) => layer.recompute(ctx, &middle, &mut again)?,
-                }
-                &mut again
-            }
-        };
+    fn backward(&self, pass: &mut Backward<'_>, dout: &Activation) -> Result<Option<Activation>> {
+        if let Some(inp) = pass.saved.find(INPUT) {
+            let middle = self.middle(pass.ctx, &inp, pass.saved)?;
+            self.second.recompute(pass.ctx, &middle, pass.saved)?;
+        }
         // The gradient of the residual stream: each layer adds its own to it.
-        let dmiddle = match &self.second {
-            SecondLayer::FeedForward(layer) => layer.backward(ctx, saved, dout, grads)?,
-            SecondLayer::Experts(layer) => layer.backward(ctx, saved, dout, grads)?,
-        };
+        let dmiddle = self.second.backward(pass, dout)?;
         match &self.attention {
-            Some(attention) => attention.backward(ctx, saved, &dmiddle, grads).map(Some),
+            Some(attention) => attention.backward(pass, &dmiddle).map(Some),
             None => Ok(Some(dmiddle)),
         }
     }
@@ -182,14 +164,9 @@ impl Block for Embedding {
         Ok(dropped.unwrap_or(out))
     }
 
-    fn backward(
-        &self,
-        ctx: &Context<'_>,
-        saved: &mut Saved,
-        dout: &Activation,
-        grads: &mut dyn GradSink,
-    ) -> Result<Option<Activation>> {
-        let tokens = saved.take("tokens")?;
+    fn backward(&self, pass: &mut Backward<'_>, dout: &Activation) -> Result<Option<Activation>> {
+        let ctx = pass.ctx;
+        let tokens = pass.saved.take("tokens")?;
         let dout = self.dropout.gradient(ctx, Site::Embedding, dout)?;
         let dout = ctx.gathered_rows("gradient of the embedding", &dout)?;
         if let Some(wpe) = self.wpe {
@@ -203,7 +180,7 @@ impl Block for Embedding {
                 positions: stretches[0].positions.len(),
                 channels,
             };
-            ctx.contribute(grads, wpe, &[&dout], of)?;
+            pass.contribute(wpe, &[&dout], of)?;
         }
         let (token_rows, dout_rows) = (tokens.buffer().clone(), dout.buffer().clone());
         let part = ctx.vocabulary(self.held);
@@ -214,7 +191,7 @@ impl Block for Embedding {
             dwte: slot.buffer,
             accumulate: slot.accumulate,
         };
-        ctx.contribute(grads, self.wte, &[&tokens, &dout], of)?;
+        pass.contribute(self.wte, &[&tokens, &dout], of)?;
         Ok(None)
     }
 }
@@ -303,21 +280,15 @@ impl Block for Head {
     ///
     /// # Panics
     /// If `dout` is not what forward made that gradient with, [`Context::dloss`].
-    fn backward(
-        &self,
-        ctx: &Context<'_>,
-        saved: &mut Saved,
-        dout: &Activation,
-        grads: &mut dyn GradSink,
-    ) -> Result<Option<Activation>> {
-        let known = ctx.dloss.is_some_and(|dloss| dloss.same(dout.buffer()));
+    fn backward(&self, pass: &mut Backward<'_>, dout: &Activation) -> Result<Option<Activation>> {
+        let known = pass.ctx.dloss.is_some_and(|dloss| dloss.same(dout.buffer()));
         assert!(
             known,
             "the gradient of the losses is not the one that forward was given"
         );
-        let (inp, dlogits) = (saved.take("head input")?, saved.take("dlogits")?);
+        let (inp, dlogits) = (pass.saved.take("head input")?, pass.saved.take("dlogits")?);
         let projection = &self.projection;
-        (projection.backward(ctx, [&inp, &dlogits], saved, None, grads)).map(Some)
+        (projection.backward(pass, [&inp, &dlogits], None)).map(Some)
     }
 }
 
@@ -335,7 +306,7 @@ pub(super) struct Attention {
 }
 
 impl Attention {
-    pub(super) fn params(&self) -> Vec<ParamId> {
+    fn params(&self) -> Vec<ParamId> {
         [self.qkv.params(), self.projection.params()].concat()
     }
 
@@ -358,12 +329,7 @@ impl Attention {
     }
 
     /// `[B, T, C]` to `[B, T, C]`; keeps 5·B·T·C elements.
-    pub(super) fn forward(
-        &self,
-        ctx: &Context<'_>,
-        inp: &Activation,
-        saved: &mut Saved,
-    ) -> Result<Activation> {
+    fn forward(&self, ctx: &Context<'_>, inp: &Activation, saved: &mut Saved) -> Result<Activation> {
         let shape = self.shape(ctx);
         let qkv = self.qkv.forward(ctx, inp, saved, "projected")?;
         self.rotate(ctx, &qkv, false);
@@ -468,23 +434,17 @@ impl Attention {
     }
 
     /// From the gradient of the output to that of the input, in place unless gradients are put off.
-    pub(super) fn backward(
-        &self,
-        ctx: &Context<'_>,
-        saved: &mut Saved,
-        stream: &Activation,
-        grads: &mut dyn GradSink,
-    ) -> Result<Activation> {
-        let inp = saved.take("attention input")?;
+    fn backward(&self, pass: &mut Backward<'_>, stream: &Activation) -> Result<Activation> {
+        let ctx = pass.ctx;
+        let inp = pass.saved.take("attention input")?;
         let rows = AttentionRows {
-            qkv: saved.take("qkv")?,
-            out: saved.take("attention")?,
-            lse: saved.take("attention lse")?,
+            qkv: pass.saved.take("qkv")?,
+            out: pass.saved.take("attention")?,
+            lse: pass.saved.take("attention lse")?,
         };
         let own = self.dropout.gradient(ctx, Site::AttentionResidual, stream)?;
         let dprojected = ctx.gathered_rows("gradient of the projection", &own)?;
-        self.projection
-            .gradients(ctx, [&rows.out, &dprojected, &own], grads)?;
+        self.projection.gradients(pass, [&rows.out, &dprojected, &own])?;
         drop(own);
         let dmixed = self.projection.dinp(ctx, &dprojected)?;
         drop(dprojected);
@@ -492,7 +452,7 @@ impl Attention {
         self.attend_backward(ctx, &rows, &dmixed, &dqkv)?;
         drop((rows, dmixed));
         self.rotate(ctx, &dqkv, true);
-        self.qkv.backward(ctx, [&inp, &dqkv], saved, Some(stream), grads)
+        self.qkv.backward(pass, [&inp, &dqkv], Some(stream))
     }
 }
 
@@ -506,31 +466,27 @@ pub(super) struct FeedForward {
 }
 
 impl FeedForward {
-    pub(super) fn params(&self) -> Vec<ParamId> {
-        [self.widen.params(), self.projection.params()].concat()
-    }
-
     fn keep(ctx: &Context<'_>, saved: &mut Saved, inp: &Activation, wide: &Activation) {
         ctx.save(saved, "feed-forward input", inp);
         if ctx.keep != Keep::ForBackward(Recompute::Selective) {
             ctx.save(saved, "wide", wide);
         }
     }
+}
 
-    /// What forward keeps, without its output.
-    pub(super) fn recompute(&self, ctx: &Context<'_>, inp: &Activation, saved: &mut Saved) -> Result<()> {
+impl SecondLayer for FeedForward {
+    fn params(&self) -> Vec<ParamId> {
+        [self.widen.params(), self.projection.params()].concat()
+    }
+
+    fn recompute(&self, ctx: &Context<'_>, inp: &Activation, saved: &mut Saved) -> Result<()> {
         let wide = self.widen.forward(ctx, inp, saved, "projected")?;
         Self::keep(ctx, saved, inp, &wide);
         Ok(())
     }
 
-    /// `[…, C]` to `[…, C]`; keeps 5·R·C elements, or as [`Keep`] says.
-    pub(super) fn forward(
-        &self,
-        ctx: &Context<'_>,
-        inp: &Activation,
-        saved: &mut Saved,
-    ) -> Result<Activation> {
+    /// Keeps 5·R·C elements, or as [`Keep`] says.
+    fn forward(&self, ctx: &Context<'_>, inp: &Activation, saved: &mut Saved) -> Result<Activation> {
         let normalised = self.widen.norm.forward(ctx, inp)?;
         let dense = &self.widen.dense;
         let wide = dense.forward(ctx, &normalised, None, "projected")?;
@@ -553,16 +509,10 @@ impl FeedForward {
         Ok(out)
     }
 
-    /// From the gradient of the output to that of the input, in place unless gradients are put off.
-    pub(super) fn backward(
-        &self,
-        ctx: &Context<'_>,
-        saved: &mut Saved,
-        stream: &Activation,
-        grads: &mut dyn GradSink,
-    ) -> Result<Activation> {
-        let inp = saved.take("feed-forward input")?;
-        let (wide, kept) = (saved.find("wide"), saved.find("activated"));
+    fn backward(&self, pass: &mut Backward<'_>, stream: &Activation) -> Result<Activation> {
+        let ctx = pass.ctx;
+        let inp = pass.saved.take("feed-forward input")?;
+        let (wide, kept) = (pass.saved.find("wide"), pass.saved.find("activated"));
         let widen = || (self.widen).forward(ctx, &inp, &mut Saved::default(), "projected");
         let wide = wide.map_or_else(widen, Ok)?;
         let own = self.dropout.gradient(ctx, Site::FeedForwardResidual, stream)?;
@@ -584,10 +534,8 @@ impl FeedForward {
                 (dactive, wide)
             }
         };
-        self.projection
-            .gradients(ctx, [&active, &dprojected, &own], grads)?;
+        self.projection.gradients(pass, [&active, &dprojected, &own])?;
         drop((active, dprojected, own));
-        self.widen
-            .backward(ctx, [&inp, &dwide], saved, Some(stream), grads)
+        self.widen.backward(pass, [&inp, &dwide], Some(stream))
     }
 }

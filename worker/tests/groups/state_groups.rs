@@ -13,7 +13,7 @@ use ddp_worker::config::{Accumulate, OptimizerConfig, OptimizerKind, Recompute, 
 use ddp_worker::device::{Buffer, Compute, DType, DeviceError, Event, StateMemory};
 use ddp_worker::mesh::{Axis, GRADIENTS, Mesh};
 use ddp_worker::model::{
-    Activation, AxisRole, Block, Context, GradSink, GroupId, Init, Model, ModelPart, ParamId, ParamSpec,
+    Activation, AxisRole, Backward, Block, Context, GroupId, Init, Model, ModelPart, ParamId, ParamSpec,
     Params as _, Pass, Saved,
 };
 use ddp_worker::optim::{Clip, Optimizer, UpdateStep};
@@ -47,13 +47,7 @@ impl Block for Layer {
         unreachable!("the test computes gradients itself")
     }
 
-    fn backward(
-        &self,
-        _: &Context<'_>,
-        _: &mut Saved,
-        _: &Activation,
-        _: &mut dyn GradSink,
-    ) -> Result<Option<Activation>, DeviceError> {
+    fn backward(&self, _: &mut Backward<'_>, _: &Activation) -> Result<Option<Activation>, DeviceError> {
         unreachable!("the test computes gradients itself")
     }
 }
