@@ -6,9 +6,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::{
-    Activation, ActivationPool, Exchange, ExchangeKind, ExpertOps, GroupOps, ParamGroup, ParamId, ParamSpec,
-};
+use super::{Activation, ActivationPool, Exchange, ExchangeKind, ExpertOps, GroupOps, ParamId, ParamSpec};
 use crate::config::Recompute;
 use crate::device::{Buffer, Compute, DType, DeviceError, Event, Result};
 use crate::ops::{Cast, Op, VocabularyPart};
@@ -517,8 +515,6 @@ pub struct Model {
     pub params: Vec<ParamSpec>,
     /// Those of the whole model, uncut, in forward order.
     pub all_params: Arc<[ParamSpec]>,
-    /// Groups, in forward order; every parameter is in exactly one.
-    pub groups: Vec<ParamGroup>,
     /// Blocks that this rank holds, in forward order.
     pub blocks: Vec<Arc<dyn Block>>,
     /// Which of these make up each chunk.

@@ -14,7 +14,7 @@ use super::decoder::{
 use super::experts::ExpertLayer;
 use super::layers::{Dense, DropoutLayer, Norm, NormedDense};
 use super::transformer::{Attention, Embedding, FeedForward, Head, SecondLayer, TransformerBlock};
-use super::{AxisRole, Block, Cut, GroupId, Init, Model, ModelPart, ParamGroup, ParamId, ParamSpec};
+use super::{AxisRole, Block, Cut, GroupId, Init, Model, ModelPart, ParamId, ParamSpec};
 use crate::config::{self, Experts, Problem, Recompute, checked_vocab};
 use crate::device::DType;
 use crate::mesh::Axis;
@@ -47,7 +47,7 @@ pub fn build_part(config: &config::Model, vocab: usize, part: &ModelPart) -> Res
         ends_apart: ends[0] != ends[1],
         all: Vec::new(),
         params: Vec::new(),
-        groups: Vec::new(),
+        groups: 0,
         blocks: Vec::new(),
         numbers: Vec::new(),
         count: 0,
@@ -56,12 +56,11 @@ pub fn build_part(config: &config::Model, vocab: usize, part: &ModelPart) -> Res
 
     let table = [vocab, channels];
     parts.block(|parts| {
-        let group = parts.group(names.tokens.trim_end_matches(".weight"));
-        let tokens = parts.matrix(group, names.tokens, table, STD, ROWS);
+        parts.begin_group();
+        let tokens = parts.matrix(names.tokens, table, STD, ROWS);
         let positions = (decoder.position_kind == PositionKind::Learned).then(|| {
-            let group = parts.group(names.positions.trim_end_matches(".weight"));
-            let table = [decoder.positions, channels];
-            parts.matrix(group, names.positions, table, STD, None)
+            parts.begin_group();
+            parts.matrix(names.positions, [decoder.positions, channels], STD, None)
         });
         let (held, rate) = (vocab / part.tensor.1, decoder.dropout);
         Arc::new(Embedding::new(tokens, positions, held, channels, rate))
@@ -72,12 +71,12 @@ pub fn build_part(config: &config::Model, vocab: usize, part: &ModelPart) -> Res
     }
 
     parts.block(|parts| {
-        let group = parts.group("head");
-        let norm = parts.norm(group, names.final_norm, &decoder);
+        parts.begin_group();
+        let norm = parts.norm(names.final_norm, &decoder);
         let projection = if decoder.is_tied {
             parts.tied(names.tokens)
         } else {
-            parts.matrix(group, HEAD, table, STD, ROWS)
+            parts.matrix(HEAD, table, STD, ROWS)
         };
         let dense = Dense {
             weight: projection,
@@ -120,7 +119,8 @@ struct Parts<'a> {
     all: Vec<ParamSpec>,
     /// Parameters that this rank holds.
     params: Vec<ParamSpec>,
-    groups: Vec<ParamGroup>,
+    /// Groups that this rank holds so far.
+    groups: usize,
     /// Blocks that this rank holds, by chunk.
     blocks: Vec<Arc<dyn Block>>,
     /// Indexed by the number of the parameter in the whole model.
@@ -158,41 +158,21 @@ impl Parts<'_> {
             chunks: chunks.iter().map(chunk).collect(),
             params: self.params,
             all_params: self.all.into(),
-            groups: self.groups,
             blocks: self.blocks,
         }
     }
 
-    fn group(&mut self, name: impl Into<String>) -> GroupId {
-        if self.is_held {
-            self.groups.push(ParamGroup {
-                name: name.into(),
-                params: Vec::new(),
-            });
-        }
-        GroupId(self.groups.len().saturating_sub(1))
+    /// The parameters that follow are a group.
+    fn begin_group(&mut self) {
+        self.groups += usize::from(self.is_held);
     }
 
-    fn matrix(
-        &mut self,
-        group: GroupId,
-        name: &str,
-        shape: [usize; 2],
-        std: f32,
-        along: Along<'_>,
-    ) -> ParamId {
-        self.param(group, name.to_owned(), &shape, Init::Normal { std }, along)
+    fn matrix(&mut self, name: &str, shape: [usize; 2], std: f32, along: Along<'_>) -> ParamId {
+        self.param(name.to_owned(), &shape, Init::Normal { std }, along)
     }
 
     /// Matrices decay, vectors (norms and biases) do not. The first of three dimensions counts experts.
-    fn param(
-        &mut self,
-        group: GroupId,
-        key: String,
-        shape: &[usize],
-        init: Init,
-        along: Along<'_>,
-    ) -> ParamId {
+    fn param(&mut self, key: String, shape: &[usize], init: Init, along: Along<'_>) -> ParamId {
         let mut roles = AxisRole::replicated();
         if shape.len() == 3 && self.part.experts.1 > 1 {
             for axis in [Axis::Expert, Axis::Context] {
@@ -207,7 +187,7 @@ impl Parts<'_> {
             dtype: DType::F32,
             init,
             decay: shape.len() > 1,
-            group,
+            group: self.group(),
             projections: match along {
                 Some((dim, stretches)) if dim + 2 == shape.len() => stretches.to_vec(),
                 _ => Vec::new(),
@@ -234,7 +214,6 @@ impl Parts<'_> {
 
     fn hold(&mut self, spec: ParamSpec) -> ParamId {
         let id = ParamId(self.params.len());
-        self.groups[spec.group.0].params.push(id);
         self.params.push(spec);
         id
     }
@@ -267,7 +246,7 @@ impl Parts<'_> {
         }
         let whole = self.all.iter().find(|spec| spec.key == key);
         let whole = whole.expect("an earlier block has it").clone();
-        let group = self.group(key.trim_end_matches(".weight"));
+        self.begin_group();
         let cut = self.cut(&whole.global_shape, ROWS);
         let mut roles = whole.roles;
         if cut.is_some() {
@@ -276,10 +255,15 @@ impl Parts<'_> {
         let id = self.hold(ParamSpec {
             cut,
             roles,
-            group,
+            group: self.group(),
             ..whole
         });
         self.share(id)
+    }
+
+    /// That of the parameters that follow.
+    fn group(&self) -> GroupId {
+        GroupId(self.groups.saturating_sub(1))
     }
 
     /// Marks a parameter of the first and the last block. If these are on different ranks, each has a part of its gradient.
@@ -290,14 +274,14 @@ impl Parts<'_> {
         id
     }
 
-    fn vector(&mut self, group: GroupId, key: String, len: usize, value: f32, along: Along<'_>) -> ParamId {
-        self.param(group, key, &[len], Init::Constant(value), along)
+    fn vector(&mut self, key: String, len: usize, value: f32, along: Along<'_>) -> ParamId {
+        self.param(key, &[len], Init::Constant(value), along)
     }
 
-    fn norm(&mut self, group: GroupId, name: &str, decoder: &Decoder) -> Norm {
+    fn norm(&mut self, name: &str, decoder: &Decoder) -> Norm {
         let mut vector = |what, value| {
             let key = format!("{name}.{what}");
-            self.vector(group, key, decoder.channels, value, None)
+            self.vector(key, decoder.channels, value, None)
         };
         let weight = vector("weight", 1.0);
         let (bias, epsilon) = match decoder.norm {
@@ -314,7 +298,6 @@ impl Parts<'_> {
     /// A layer whose outputs are cut, or its inputs, whose bias is whole then.
     fn dense(
         &mut self,
-        group: GroupId,
         name: &str,
         [inputs, outputs]: [usize; 2],
         side: Side<'_>,
@@ -338,10 +321,10 @@ impl Parts<'_> {
         };
         let key = |what: &str| format!("{name}.{what}");
         Dense {
-            weight: self.matrix(group, &key("weight"), shape, std, along),
+            weight: self.matrix(&key("weight"), shape, std, along),
             bias: decoder
                 .has_biases
-                .then(|| self.vector(group, key("bias"), outputs, 0.0, bias)),
+                .then(|| self.vector(key("bias"), outputs, 0.0, bias)),
             inputs: local[0],
             outputs: local[1],
             layout: decoder.layout,
@@ -349,13 +332,7 @@ impl Parts<'_> {
     }
 
     /// The two products of a feed-forward layer of `inner` channels.
-    fn feed_forward(
-        &mut self,
-        group: GroupId,
-        keys: [String; 2],
-        inner: usize,
-        decoder: &Decoder,
-    ) -> [Dense; 2] {
+    fn feed_forward(&mut self, keys: [String; 2], inner: usize, decoder: &Decoder) -> [Dense; 2] {
         let (channels, halves) = (decoder.channels, [inner; 2]);
         let stretches = match decoder.activation {
             ActivationKind::Gelu => &halves[..1],
@@ -365,18 +342,18 @@ impl Parts<'_> {
         let [widen, narrow] = keys;
         let cut = Side::Outputs(stretches);
         [
-            self.dense(group, &widen, [channels, widened], cut, decoder),
-            self.dense(group, &narrow, [inner, channels], Side::Inputs, decoder),
+            self.dense(&widen, [channels, widened], cut, decoder),
+            self.dense(&narrow, [inner, channels], Side::Inputs, decoder),
         ]
     }
 
     /// Experts in the place of a feed-forward layer. Their matrices are one parameter each.
-    fn experts(&mut self, group: GroupId, layer: usize, decoder: &Decoder, all: Experts) -> ExpertLayer {
+    fn experts(&mut self, layer: usize, decoder: &Decoder, all: Experts) -> ExpertLayer {
         let (channels, inner, tensor) = (decoder.channels, decoder.inner, self.part.tensor.1);
         let key = |what: &str| format!("{}.{layer}.{what}", decoder.names.layer);
-        let norm = self.norm(group, &key(decoder.names.feed_forward_norm), decoder);
+        let norm = self.norm(&key(decoder.names.feed_forward_norm), decoder);
         let mut matrix = |what: &str, shape: &[usize], std, along| {
-            self.param(group, key(what) + ".weight", shape, Init::Normal { std }, along)
+            self.param(key(what) + ".weight", shape, Init::Normal { std }, along)
         };
         let router = matrix(ROUTER, &[all.count, channels], STD, None);
         let [widen, narrow] = EXPERTS;
@@ -402,7 +379,7 @@ impl Parts<'_> {
             widen: dense(widen, channels, 2 * inner / tensor),
             narrow: dense(narrow, inner / tensor, channels),
             shared: (all.shared > 0)
-                .then(|| self.feed_forward(group, SHARED_EXPERTS.map(key), all.shared * inner, decoder)),
+                .then(|| self.feed_forward(SHARED_EXPERTS.map(key), all.shared * inner, decoder)),
             config: all,
             held: self.part.own_experts(all.count).len(),
             dropout: DropoutLayer {
@@ -415,7 +392,7 @@ impl Parts<'_> {
     fn transformer_block(&mut self, decoder: &Decoder, layer: usize) -> TransformerBlock {
         let (names, channels) = (decoder.names, decoder.channels);
         let name = format!("{}.{layer}", names.layer);
-        let group = self.group(name.clone());
+        self.begin_group();
         let dropout = DropoutLayer {
             rate: decoder.dropout,
             layer: layer as u32,
@@ -427,12 +404,11 @@ impl Parts<'_> {
             let cut = Side::Outputs(&stretches);
             Attention {
                 qkv: NormedDense {
-                    norm: self.norm(group, &key(names.attention_norm), decoder),
-                    dense: self.dense(group, &key(names.qkv), [channels, fused], cut, decoder),
+                    norm: self.norm(&key(names.attention_norm), decoder),
+                    dense: self.dense(&key(names.qkv), [channels, fused], cut, decoder),
                     normalised: "attention normalised",
                 },
                 projection: self.dense(
-                    group,
                     &key(names.attention_projection),
                     [heads, channels],
                     Side::Inputs,
@@ -446,11 +422,11 @@ impl Parts<'_> {
             }
         });
         let second: Box<dyn SecondLayer> = if let Some(all) = decoder.experts_of(layer) {
-            Box::new(self.experts(group, layer, decoder, all))
+            Box::new(self.experts(layer, decoder, all))
         } else {
-            let norm = self.norm(group, &key(names.feed_forward_norm), decoder);
+            let norm = self.norm(&key(names.feed_forward_norm), decoder);
             let keys = [key(names.widen), key(names.narrow)];
-            let [widen, projection] = self.feed_forward(group, keys, decoder.inner, decoder);
+            let [widen, projection] = self.feed_forward(keys, decoder.inner, decoder);
             Box::new(FeedForward {
                 widen: NormedDense {
                     norm,
@@ -499,7 +475,11 @@ mod tests {
     #[test]
     fn the_tied_weight_is_a_group_of_its_own_and_ready_last() {
         let model = build(&config(ModelKind::Gpt2), 256).unwrap();
-        assert_eq!(model.groups[0].params, [ParamId(0)]);
+        let of_its_group = model
+            .params
+            .iter()
+            .filter(|spec| spec.group == model.params[0].group);
+        assert_eq!(of_its_group.count(), 1);
         assert_eq!(model.uses()[0], 2);
         assert!(model.uses()[1..].iter().all(|&uses| uses == 1));
         assert_eq!(model.backward_order().last(), Some(&ParamId(0)));
@@ -525,20 +505,13 @@ mod tests {
     }
 
     #[test]
-    fn every_parameter_is_in_one_group_and_in_a_block() {
+    fn every_parameter_is_in_a_block_and_groups_are_numbered_in_their_order() {
         for kind in [ModelKind::Gpt2, ModelKind::Mlp] {
             let model = build(&config(kind), 256).unwrap();
-            let mut grouped: Vec<ParamId> = model.groups.iter().flat_map(|g| g.params.clone()).collect();
-            grouped.sort();
-            assert_eq!(grouped, (0..model.params.len()).map(ParamId).collect::<Vec<_>>());
-            for (i, group) in model.groups.iter().enumerate() {
-                assert!(
-                    group
-                        .params
-                        .iter()
-                        .all(|id| model.params[id.0].group == GroupId(i))
-                );
-            }
+            let mut groups: Vec<usize> = model.params.iter().map(|spec| spec.group.0).collect();
+            groups.dedup();
+            assert_eq!(groups, (0..groups.len()).collect::<Vec<_>>());
+            assert!(groups.len() > 12, "{groups:?}");
             assert!(!model.uses().contains(&0));
         }
     }

@@ -2,7 +2,7 @@
 //!
 //! | type | what it is |
 //! |---|---|
-//! | [`ParamSpec`], [`ParamGroup`] | key, shape, cut, initialiser, decay of a parameter; the unit of ZeRO-3 gathering |
+//! | [`ParamSpec`], [`GroupId`] | key, shape, cut, initialiser, decay of a parameter; the unit of ZeRO-3 gathering |
 //! | [`Region`], [`Cut`] | a box of a tensor; how a rank's part of a parameter consists of them |
 //! | [`Block`] | forward and backward over parameters that are passed in, never held |
 //! | [`Saved`], [`Keep`] | what a block's forward keeps for its backward; one per block and micro-batch in flight; how much |
@@ -39,7 +39,7 @@ pub use block::{
 pub use build::{block_count, build, build_part};
 pub use context_parallel::zigzag;
 pub use decoder::{ActivationKind, AttentionKind, Decoder, HEAD, Names, NormKind, PositionKind, ROUTER};
-pub use param::{AxisRole, GroupId, Init, ParamGroup, ParamId, ParamSpec, fill_init};
+pub use param::{AxisRole, GroupId, Init, ParamId, ParamSpec, fill_init};
 pub(crate) use passes::sum_of_losses;
 pub use passes::{ChunkState, Hooks, NoHooks, Pass, Passes};
 pub use published::{FixedSetting, FusedTensors, Published, PublishedTensor, Size, SizeSetting};

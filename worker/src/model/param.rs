@@ -18,7 +18,7 @@ use crate::ops::philox;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ParamId(pub usize);
 
-/// Index of a parameter group in its model.
+/// Number of a group in its model: parameters that are gathered and released together. A tied weight is a group of its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct GroupId(pub usize);
 
@@ -125,15 +125,6 @@ pub enum Init {
         /// Standard deviation.
         std: f32,
     },
-}
-
-/// Parameters that are gathered and released together. A tied weight is a group of its own.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ParamGroup {
-    /// For traces and errors: `h.0`.
-    pub name: String,
-    /// Members, in forward order.
-    pub params: Vec<ParamId>,
 }
 
 /// Context of the hash: keeps these streams apart from all others that share the seed.

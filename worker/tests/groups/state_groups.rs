@@ -90,7 +90,6 @@ fn model(experts: Range<usize>, cut: Axis) -> Model {
         name: "experts".into(),
         params,
         all_params,
-        groups: Vec::new(),
         blocks,
         chunks: vec![0..LAYERS],
         holds_embedding: true,
