@@ -44,6 +44,7 @@ pub fn build_part(config: &config::Model, vocab: usize, part: &ModelPart) -> Res
     let ends = [0, block_count(config) - 1].map(|block| part.holds(block));
     let mut parts = Parts {
         part,
+        decoder: &decoder,
         ends_apart: ends[0] != ends[1],
         all: Vec::new(),
         params: Vec::new(),
@@ -67,12 +68,12 @@ pub fn build_part(config: &config::Model, vocab: usize, part: &ModelPart) -> Res
     });
 
     for layer in 0..decoder.layers {
-        parts.block(|parts| Arc::new(parts.transformer_block(&decoder, layer)));
+        parts.block(|parts| Arc::new(parts.transformer_block(layer)));
     }
 
     parts.block(|parts| {
         parts.begin_group();
-        let norm = parts.norm(names.final_norm, &decoder);
+        let norm = parts.norm(names.final_norm);
         let projection = if decoder.is_tied {
             parts.tied(names.tokens)
         } else {
@@ -113,6 +114,7 @@ enum Side<'a> {
 /// What this rank holds so far, in forward order.
 struct Parts<'a> {
     part: &'a ModelPart,
+    decoder: &'a Decoder,
     /// First and last block are on different ranks.
     ends_apart: bool,
     /// Parameters of the whole model.
@@ -278,7 +280,8 @@ impl Parts<'_> {
         self.param(key, &[len], Init::Constant(value), along)
     }
 
-    fn norm(&mut self, name: &str, decoder: &Decoder) -> Norm {
+    fn norm(&mut self, name: &str) -> Norm {
+        let decoder = self.decoder;
         let mut vector = |what, value| {
             let key = format!("{name}.{what}");
             self.vector(key, decoder.channels, value, None)
@@ -296,14 +299,8 @@ impl Parts<'_> {
     }
 
     /// A layer whose outputs are cut, or its inputs, whose bias is whole then.
-    fn dense(
-        &mut self,
-        name: &str,
-        [inputs, outputs]: [usize; 2],
-        side: Side<'_>,
-        decoder: &Decoder,
-    ) -> Dense {
-        let parts = self.part.tensor.1;
+    fn dense(&mut self, name: &str, [inputs, outputs]: [usize; 2], side: Side<'_>) -> Dense {
+        let (decoder, parts) = (self.decoder, self.part.tensor.1);
         let (std, local) = match side {
             Side::Outputs(_) => (STD, [inputs, outputs / parts]),
             Side::Inputs => {
@@ -332,9 +329,9 @@ impl Parts<'_> {
     }
 
     /// The two products of a feed-forward layer of `inner` channels.
-    fn feed_forward(&mut self, keys: [String; 2], inner: usize, decoder: &Decoder) -> [Dense; 2] {
-        let (channels, halves) = (decoder.channels, [inner; 2]);
-        let stretches = match decoder.activation {
+    fn feed_forward(&mut self, keys: [String; 2], inner: usize) -> [Dense; 2] {
+        let (channels, halves) = (self.decoder.channels, [inner; 2]);
+        let stretches = match self.decoder.activation {
             ActivationKind::Gelu => &halves[..1],
             ActivationKind::SwiGlu => &halves,
         };
@@ -342,16 +339,17 @@ impl Parts<'_> {
         let [widen, narrow] = keys;
         let cut = Side::Outputs(stretches);
         [
-            self.dense(&widen, [channels, widened], cut, decoder),
-            self.dense(&narrow, [inner, channels], Side::Inputs, decoder),
+            self.dense(&widen, [channels, widened], cut),
+            self.dense(&narrow, [inner, channels], Side::Inputs),
         ]
     }
 
     /// Experts in the place of a feed-forward layer. Their matrices are one parameter each.
-    fn experts(&mut self, layer: usize, decoder: &Decoder, all: Experts) -> ExpertLayer {
-        let (channels, inner, tensor) = (decoder.channels, decoder.inner, self.part.tensor.1);
+    fn experts(&mut self, layer: usize, all: Experts) -> ExpertLayer {
+        let (decoder, tensor) = (self.decoder, self.part.tensor.1);
+        let (channels, inner) = (decoder.channels, decoder.inner);
         let key = |what: &str| format!("{}.{layer}.{what}", decoder.names.layer);
-        let norm = self.norm(&key(decoder.names.feed_forward_norm), decoder);
+        let norm = self.norm(&key(decoder.names.feed_forward_norm));
         let mut matrix = |what: &str, shape: &[usize], std, along| {
             self.param(key(what) + ".weight", shape, Init::Normal { std }, along)
         };
@@ -378,8 +376,7 @@ impl Parts<'_> {
             router: dense(router, channels, all.count),
             widen: dense(widen, channels, 2 * inner / tensor),
             narrow: dense(narrow, inner / tensor, channels),
-            shared: (all.shared > 0)
-                .then(|| self.feed_forward(SHARED_EXPERTS.map(key), all.shared * inner, decoder)),
+            shared: (all.shared > 0).then(|| self.feed_forward(SHARED_EXPERTS.map(key), all.shared * inner)),
             config: all,
             held: self.part.own_experts(all.count).len(),
             dropout: DropoutLayer {
@@ -389,7 +386,8 @@ impl Parts<'_> {
         }
     }
 
-    fn transformer_block(&mut self, decoder: &Decoder, layer: usize) -> TransformerBlock {
+    fn transformer_block(&mut self, layer: usize) -> TransformerBlock {
+        let decoder = self.decoder;
         let (names, channels) = (decoder.names, decoder.channels);
         let name = format!("{}.{layer}", names.layer);
         self.begin_group();
@@ -404,16 +402,11 @@ impl Parts<'_> {
             let cut = Side::Outputs(&stretches);
             Attention {
                 qkv: NormedDense {
-                    norm: self.norm(&key(names.attention_norm), decoder),
-                    dense: self.dense(&key(names.qkv), [channels, fused], cut, decoder),
+                    norm: self.norm(&key(names.attention_norm)),
+                    dense: self.dense(&key(names.qkv), [channels, fused], cut),
                     normalised: "attention normalised",
                 },
-                projection: self.dense(
-                    &key(names.attention_projection),
-                    [heads, channels],
-                    Side::Inputs,
-                    decoder,
-                ),
+                projection: self.dense(&key(names.attention_projection), [heads, channels], Side::Inputs),
                 heads: kind.heads / self.part.tensor.1,
                 kv_heads: kind.kv_heads / self.part.tensor.1,
                 head_size: kind.head_size,
@@ -422,11 +415,11 @@ impl Parts<'_> {
             }
         });
         let second: Box<dyn SecondLayer> = if let Some(all) = decoder.experts_of(layer) {
-            Box::new(self.experts(layer, decoder, all))
+            Box::new(self.experts(layer, all))
         } else {
-            let norm = self.norm(&key(names.feed_forward_norm), decoder);
+            let norm = self.norm(&key(names.feed_forward_norm));
             let keys = [key(names.widen), key(names.narrow)];
-            let [widen, projection] = self.feed_forward(keys, decoder.inner, decoder);
+            let [widen, projection] = self.feed_forward(keys, decoder.inner);
             Box::new(FeedForward {
                 widen: NormedDense {
                     norm,
