@@ -146,11 +146,6 @@ impl Client {
         }
     }
 
-    /// The address that this client speaks to, as it was given.
-    pub fn endpoint(&self) -> &str {
-        &self.endpoint
-    }
-
     /// Attempts to open a stream, for so long from now on.
     pub fn attempts(&self, patience: Duration) -> Attempts {
         Attempts::new(&self.endpoint, Instant::now() + patience)

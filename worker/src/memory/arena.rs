@@ -412,11 +412,6 @@ impl Held {
         })
     }
 
-    /// The buffer held.
-    pub fn buffer(&self) -> &Buffer {
-        &self.buffer
-    }
-
     /// Address of its first byte, for a transport whose peers read and write it under this hold.
     pub fn host_ptr(&self) -> Result<*mut u8, DeviceError> {
         self.buffer.byte_ptr()

@@ -89,8 +89,6 @@ struct State {
     /// Beside it.
     free: HashMap<(DType, usize), Vec<Arena>>,
     allocated_bytes: usize,
-    used_bytes: usize,
-    peak_bytes: usize,
 }
 
 impl ActivationPool {
@@ -120,8 +118,6 @@ impl ActivationPool {
                 places: Placement::new(bytes),
                 free: HashMap::new(),
                 allocated_bytes: bytes,
-                used_bytes: 0,
-                peak_bytes: 0,
             }),
         }))
     }
@@ -134,10 +130,6 @@ impl ActivationPool {
             Some((arena, place)) => (arena, Some(place)),
             None => (self.beside(name, dtype, len)?, None),
         };
-        let mut state = self.state();
-        state.used_bytes += arena.bytes();
-        state.peak_bytes = state.peak_bytes.max(state.used_bytes);
-        drop(state);
         let buffer = arena.whole();
         let lease = Lease {
             pool: self.clone(),
@@ -175,11 +167,6 @@ impl ActivationPool {
         self.state().allocated_bytes
     }
 
-    /// Most bytes leased at one time.
-    pub fn peak_bytes(&self) -> usize {
-        self.state().peak_bytes
-    }
-
     /// End of the last place in the planned arena that there ever was.
     pub(crate) fn extent(&self) -> usize {
         self.state().places.extent
@@ -206,7 +193,6 @@ impl std::fmt::Debug for Lease {
 impl Drop for Lease {
     fn drop(&mut self) {
         let mut state = self.pool.state();
-        state.used_bytes -= self.arena.bytes();
         if let Some(place) = self.place.take() {
             state.places.free(place);
         } else {

@@ -459,11 +459,6 @@ impl Saved {
         }
         Ok(self.slots[name].buffer().clone())
     }
-
-    /// True before forward and after backward.
-    pub fn is_empty(&self) -> bool {
-        self.slots.is_empty() && self.state.is_none()
-    }
 }
 
 /// The part of a model that a rank holds.
@@ -563,15 +558,6 @@ impl Model {
         let params = self.params.iter_mut().chain(Arc::make_mut(&mut self.all_params));
         params.for_each(|param| param.dtype = dtype);
         self
-    }
-
-    /// In how many blocks each parameter is used: the contributions to its gradient in one micro-batch.
-    pub fn uses(&self) -> Vec<usize> {
-        let mut uses = vec![0; self.params.len()];
-        for id in self.blocks.iter().flat_map(|b| b.params()) {
-            uses[id.0] += 1;
-        }
-        uses
     }
 
     /// Parameters in the order in which backward finishes them: the order of gradient memory.

@@ -63,11 +63,6 @@ impl ChunkState {
     pub fn defer_weight_gradients(&mut self) {
         self.deferred = Some(Vec::new());
     }
-
-    /// One for each block of the chunk: empty before forward and after backward.
-    pub fn saved(&self) -> &[Saved] {
-        &self.saved
-    }
 }
 
 /// A model with parameters, and the micro-batch that goes through it.

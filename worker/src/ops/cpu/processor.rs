@@ -50,12 +50,6 @@ impl Cpu {
         self.isa
     }
 
-    /// Runs `work(i)` for every `i < count`, on all threads. What `work` computes must not depend on which
-    /// thread runs it.
-    pub fn for_each(&self, count: usize, work: impl Fn(usize) + Send + Sync) {
-        self.for_each_index(count, &work);
-    }
-
     /// Runs `work` on every part of a job, on all threads. A part is what one call may touch: slices that do
     /// not overlap, cut so that the number of threads changes no bit: by the problem's size alone where it could.
     pub fn for_each_part<P: Send>(&self, parts: Vec<P>, work: impl Fn(P) + Send + Sync) {

@@ -159,11 +159,6 @@ impl Reducer {
         })
     }
 
-    /// Where each gradient lies.
-    pub fn layout(&self) -> &Arc<GradientLayout> {
-        &self.layout
-    }
-
     /// Size of the memory for gradients in bytes: sums, slots, and what later uses of tied parameters add up in.
     pub fn bytes(&self) -> usize {
         self.grads.bytes() + self.uses.bytes()
@@ -353,11 +348,6 @@ impl<'a> Step<'a> {
         self.reduced()
     }
 
-    /// Why the step failed, if it has.
-    pub fn failure(&self) -> Option<&ReduceError> {
-        self.reducer.progress.failed.as_ref()
-    }
-
     /// Launches what is left. Reached when the sums are there that the stream that computes does not wait for.
     fn complete(&mut self, deadline: Instant) -> Result<Event, ReduceError> {
         let reducer = &mut *self.reducer;
@@ -410,11 +400,6 @@ impl Reduced<'_> {
     /// The memory, padding included. Of a whole arena that is scattered, only what this rank owns has a meaning.
     pub fn sums(&self) -> ArenaShare {
         self.reducer.grads.sums().clone()
-    }
-
-    /// Where each gradient lies.
-    pub fn layout(&self) -> &GradientLayout {
-        &self.reducer.layout
     }
 
     /// The elements of one gradient on the host. Where ranks own parts, each has only its own, and this says so.

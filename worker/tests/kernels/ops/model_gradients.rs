@@ -19,7 +19,7 @@ fn rank(config: &Model) -> (Rank, Buffer, Vec<f64>) {
 fn check(config: &Model) {
     let (mut rank, whole, start) = rank(config);
     rank.step(0);
-    assert_eq!(rank.grads.contributions(), rank.model.uses());
+    assert_eq!(rank.grads.contributions(), rank.uses());
     let found = values::<f64>(&rank.grads.whole());
     for (i, &found) in found.iter().enumerate() {
         const STEP: f64 = 1e-5;

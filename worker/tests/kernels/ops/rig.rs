@@ -241,6 +241,15 @@ impl Rank {
         self.grads = grads;
     }
 
+    /// In how many blocks each parameter is used: the contributions to its gradient in one micro-batch.
+    pub(crate) fn uses(&self) -> Vec<usize> {
+        let mut uses = vec![0; self.model.params.len()];
+        for id in self.model.blocks.iter().flat_map(|block| block.params()) {
+            uses[id.0] += 1;
+        }
+        uses
+    }
+
     /// One micro-batch, forward and backward; the mean loss.
     pub(crate) fn step(&mut self, micro_batch: usize) -> f64 {
         self.grads.start_step();
