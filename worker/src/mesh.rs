@@ -20,10 +20,10 @@
 //! This is the only place that computes ranks. A function that needs "how many ranks share this" is given a group.
 
 use std::fmt;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use ddp_proto::env::WorkerEnv;
 use ddp_proto::words::counted;
+use parking_lot::Mutex;
 
 use crate::collective::{CollectiveError, CommPattern, Communicator, Executor, Subgroup, WireBytes};
 use crate::config::{Parallel, Problem, ShardGroup, Strategy, nearest_multiples};
@@ -502,13 +502,16 @@ impl Mesh {
 
     /// Ends the threads of all communicators, which cannot be used after that.
     pub fn end_threads(&self) {
-        self.groups().iter().for_each(|group| group.comm.end_thread());
+        self.groups
+            .lock()
+            .iter()
+            .for_each(|group| group.comm.end_thread());
         self.world.end_thread();
     }
 
     /// Bytes that this rank has sent in all groups.
     pub fn wire_bytes(&self) -> WireBytes {
-        let groups = self.groups();
+        let groups = self.groups.lock();
         let of_groups = groups.iter().map(|group| group.comm.wire_bytes());
         of_groups.fold(self.world.wire_bytes(), |sum, bytes| sum + bytes)
     }
@@ -516,7 +519,7 @@ impl Mesh {
     /// Bytes sent by [`Span`].
     pub fn wire_bytes_by_span(&self) -> [WireBytes; Span::COUNT] {
         let mut bytes = [WireBytes::default(); Span::COUNT];
-        let groups = self.groups();
+        let groups = self.groups.lock();
         for comm in groups.iter().map(|group| &group.comm).chain([&self.world]) {
             if let Some(span) = self.shape.span(comm.members()) {
                 bytes[span.index()] = bytes[span.index()] + comm.wire_bytes();
@@ -530,7 +533,7 @@ impl Mesh {
     }
 
     fn split(&self, subgroup: Subgroup, executor: Executor) -> Result<Communicator, CollectiveError> {
-        let mut groups = self.groups();
+        let mut groups = self.groups.lock();
         if let Some(group) = groups.iter().find(|group| group.subgroup.name == subgroup.name) {
             let (made, asked) = ((&group.subgroup, group.executor), (&subgroup, executor));
             assert_eq!(made, asked, "a group has one use, and a name for it");
@@ -543,10 +546,6 @@ impl Mesh {
             comm: comm.clone(),
         });
         Ok(comm)
-    }
-
-    fn groups(&self) -> MutexGuard<'_, Vec<Group>> {
-        self.groups.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

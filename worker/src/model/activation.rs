@@ -11,7 +11,9 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
+
+use parking_lot::Mutex;
 
 use crate::device::{Arena, ArenaSpec, Buffer, DType, Device, Result};
 
@@ -147,33 +149,29 @@ impl ActivationPool {
     fn place(&self, name: &str, dtype: DType, len: usize) -> Option<(Arena, Range<usize>)> {
         let arena = self.0.planned.as_ref()?;
         let bytes = len.checked_mul(dtype.bytes())?;
-        let place = self.state().places.take(bytes)?;
+        let place = self.0.state.lock().places.take(bytes)?;
         Some((arena.part(place.start, name.to_owned(), dtype, len), place))
     }
 
     /// Memory outside of the plan.
     fn beside(&self, name: String, dtype: DType, len: usize) -> Result<Arena> {
-        let recycled = self.state().free.get_mut(&(dtype, len)).and_then(Vec::pop);
+        let recycled = self.0.state.lock().free.get_mut(&(dtype, len)).and_then(Vec::pop);
         if let Some(arena) = recycled {
             return Ok(arena);
         }
         let arena = self.0.device.alloc(&ArenaSpec::private(name, dtype, len))?;
-        self.state().allocated_bytes += arena.bytes();
+        self.0.state.lock().allocated_bytes += arena.bytes();
         Ok(arena)
     }
 
     /// Bytes ever allocated: what the process holds for activations.
     pub fn allocated_bytes(&self) -> usize {
-        self.state().allocated_bytes
+        self.0.state.lock().allocated_bytes
     }
 
     /// End of the last place in the planned arena that there ever was.
     pub(crate) fn extent(&self) -> usize {
-        self.state().places.extent
-    }
-
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.state.lock().places.extent
     }
 }
 
@@ -192,7 +190,7 @@ impl std::fmt::Debug for Lease {
 
 impl Drop for Lease {
     fn drop(&mut self) {
-        let mut state = self.pool.state();
+        let mut state = self.pool.0.state.lock();
         if let Some(place) = self.place.take() {
             state.places.free(place);
         } else {

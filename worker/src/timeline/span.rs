@@ -6,11 +6,12 @@
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::fmt;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use nix::time::{ClockId, clock_gettime};
+use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 
 use crate::device::{Compute, DeviceError, Event};
@@ -275,7 +276,7 @@ impl Timeline {
             point.wait(deadline)?;
         }
         let at = Instant::now();
-        *self.tape() = Tape {
+        *self.0.tape.lock() = Tape {
             origin: Some(Origin {
                 at,
                 clock: clock.after(at - read),
@@ -294,7 +295,7 @@ impl Timeline {
 
     /// Takes spans again, if it was opened and not closed since.
     pub fn resume(&self) {
-        let is_begun = self.tape().origin.is_some();
+        let is_begun = self.0.tape.lock().origin.is_some();
         self.0.is_open.store(is_begun, Ordering::Release);
     }
 
@@ -306,7 +307,7 @@ impl Timeline {
             origin,
             taken,
             mut missed,
-        } = std::mem::take(&mut *self.tape());
+        } = std::mem::take(&mut *self.0.tape.lock());
         let origin = origin?;
         let mut spans = Vec::with_capacity(taken.len());
         for (span, interval) in taken {
@@ -362,16 +363,12 @@ impl Timeline {
         if !self.is_open() {
             return;
         }
-        let mut tape = self.tape();
+        let mut tape = self.0.tape.lock();
         if tape.taken.len() == MAX_SPANS {
             tape.missed += 1;
             return;
         }
         tape.taken.push((span, interval));
-    }
-
-    fn tape(&self) -> MutexGuard<'_, Tape> {
-        self.0.tape.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -1,11 +1,11 @@
 //! Reports each step, with the memory that a rank holds: to `metrics.jsonl`, to the agent, to the console.
 
 use std::fs;
-use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use ddp_proto::control::Progress;
 use ddp_proto::env::DDP_PROGRESS;
+use parking_lot::Mutex;
 
 use super::console::{Pace, say, warn};
 use crate::config::TrainConfig;
@@ -256,7 +256,7 @@ fn written(events: Result<EventFile, RunFilesError>) -> Option<EventFile> {
 /// What a rank holds, with what its process had of physical memory when that was last read, at most [`REFRESH`] ago.
 fn with_process(mut held: Memory) -> Memory {
     static LAST: Mutex<Option<(Instant, [u64; 2])>> = Mutex::new(None);
-    let mut last = LAST.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let mut last = LAST.lock();
     [held.peak_rss, held.pss] = match *last {
         Some((at, memory)) if at.elapsed() < REFRESH => memory,
         _ => last.insert((Instant::now(), process_memory())).1,
