@@ -111,11 +111,6 @@ impl Tokens {
         self.range.len()
     }
 
-    /// True without any token.
-    pub fn is_empty(&self) -> bool {
-        self.range.is_empty()
-    }
-
     /// Bytes of text per token. None if a file does not record them, or if these are only a part of the tokens of its
     /// files: files record their total, and a part may differ from it by a fifth.
     pub fn bytes_per_token(&self) -> Option<f64> {

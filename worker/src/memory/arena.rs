@@ -135,11 +135,6 @@ impl Arena {
         self.0.len
     }
 
-    /// True if it has no elements.
-    pub fn is_empty(&self) -> bool {
-        self.0.len == 0
-    }
-
     /// Size in bytes.
     pub fn bytes(&self) -> usize {
         self.0.len * self.0.dtype.bytes()
@@ -221,11 +216,6 @@ impl Buffer {
     /// Number of elements.
     pub fn len(&self) -> usize {
         self.range.len()
-    }
-
-    /// True if it has no elements.
-    pub fn is_empty(&self) -> bool {
-        self.range.is_empty()
     }
 
     /// Type of the elements.

@@ -108,11 +108,6 @@ impl ParamSpec {
     pub(crate) fn shape_on_disk(&self) -> Vec<u64> {
         self.global_shape.iter().map(|&len| len as u64).collect()
     }
-
-    /// True if it has no elements.
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
-    }
 }
 
 /// First value of the elements.

@@ -291,11 +291,6 @@ impl GradientLayout {
         self.buckets.last().map_or(0, |b| b.range.end)
     }
 
-    /// Never: a layout has at least one parameter.
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
-    }
-
     /// Hash of all of it, for ranks to compare before the first step.
     pub fn signature(&self) -> String {
         let mut text = format!("{} {}\n", self.dtype, self.accumulated);
