@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::Bound;
 use std::time::Duration;
 
-use ddp_proto::rendezvous::{KvEntries, KvEntry};
+use ddp_proto::rendezvous::{KvEntries, KvEntry, KvGatherRequest, KvGetRequest};
 use prost::Message as _;
 use prost::bytes::Bytes;
 
@@ -39,11 +39,49 @@ struct Waiter {
     deadline: Duration,
 }
 
+/// A read of the store of one generation, by a node.
+pub(super) struct Read {
+    pub(super) job_id: String,
+    pub(super) incarnation: String,
+    pub(super) generation: u64,
+    pub(super) assignment_id: String,
+    pub(super) wanted: Wanted,
+    /// It waits for so long.
+    pub(super) timeout: Duration,
+}
+
+/// What a read is for.
 #[derive(Debug)]
-enum Wanted {
+pub(super) enum Wanted {
     Key(String),
-    /// So many keys with this prefix.
+    /// All keys with this prefix, once there are so many.
     Prefix(String, usize),
+}
+
+impl From<KvGetRequest> for Read {
+    fn from(request: KvGetRequest) -> Self {
+        Self {
+            job_id: request.job_id,
+            incarnation: request.incarnation,
+            generation: request.generation,
+            assignment_id: request.assignment_id,
+            wanted: Wanted::Key(request.key),
+            timeout: Duration::from_millis(request.timeout_ms.into()),
+        }
+    }
+}
+
+impl From<KvGatherRequest> for Read {
+    fn from(request: KvGatherRequest) -> Self {
+        Self {
+            job_id: request.job_id,
+            incarnation: request.incarnation,
+            generation: request.generation,
+            assignment_id: request.assignment_id,
+            wanted: Wanted::Prefix(request.prefix, request.count as usize),
+            timeout: Duration::from_millis(request.timeout_ms.into()),
+        }
+    }
 }
 
 /// What is known of a prefix without looking at all entries.
@@ -195,27 +233,36 @@ impl KvStore {
     }
 
     /// Answers a read at once, or lets it wait for at most `timeout`.
-    pub(super) fn get(
+    pub(super) fn read(
         &mut self,
         context: &mut ApplyContext<'_>,
         call: CallId,
-        key: String,
+        wanted: Wanted,
         timeout: Duration,
     ) {
-        let result = if let Some(value) = self.entries.get(&key) {
-            Ok(value.clone())
-        } else if timeout.is_zero() {
-            Err(not_written(&key, timeout))
-        } else {
-            match self.wait(context, call, Wanted::Key(key.clone()), timeout) {
-                Ok(()) => {
-                    self.by_key.entry(key).or_default().insert(call);
-                    return;
-                }
+        let result = match self.found(context, &wanted) {
+            Some(result) => result,
+            None if timeout.is_zero() => Err(self.not_written(&wanted, timeout)),
+            None => match self.wait(context, call, wanted, timeout) {
+                Ok(()) => return,
                 Err(error) => Err(error),
-            }
+            },
         };
         context.effects.push(Effect::Answer { call, result });
+    }
+
+    /// The answer to a read that need not wait.
+    fn found(&mut self, context: &mut ApplyContext<'_>, wanted: &Wanted) -> Option<Result<Bytes, KvError>> {
+        match wanted {
+            Wanted::Key(key) => self.entries.get(key).cloned().map(Ok),
+            Wanted::Prefix(prefix, _) if prefix.len() > context.config.kv.key_bytes => {
+                let words = format!("no key begins with the {} bytes of this prefix", prefix.len());
+                Some(Err(KvError::TooMuch(words)))
+            }
+            Wanted::Prefix(prefix, count) => {
+                (self.count(prefix) >= *count).then(|| self.encoded(context, prefix))
+            }
+        }
     }
 
     /// What it takes.
@@ -263,35 +310,6 @@ impl KvStore {
         }
     }
 
-    /// Answers with all entries whose keys begin with `prefix`: at once if there are `count` of them, or when there are,
-    /// for which it waits for at most `timeout`.
-    pub(super) fn gather(
-        &mut self,
-        context: &mut ApplyContext<'_>,
-        call: CallId,
-        prefix: &str,
-        count: usize,
-        timeout: Duration,
-    ) {
-        let have = self.count(prefix);
-        let result = if prefix.len() > context.config.kv.key_bytes {
-            Err(KvError::TooMuch(format!(
-                "no key begins with the {} bytes of this prefix",
-                prefix.len()
-            )))
-        } else if have >= count {
-            self.encoded(context, prefix)
-        } else if timeout.is_zero() {
-            Err(too_few(prefix, have, count, timeout))
-        } else {
-            match self.wait_for_prefix(context, call, prefix, count, timeout) {
-                Ok(()) => return,
-                Err(error) => Err(error),
-            }
-        };
-        context.effects.push(Effect::Answer { call, result });
-    }
-
     /// How many keys begin with this prefix.
     fn count(&self, prefix: &str) -> usize {
         let waited_for = self.by_prefix.get(prefix).map(|gather| gather.have);
@@ -299,28 +317,6 @@ impl KvStore {
         waited_for
             .or(last.map(|last| last.have))
             .unwrap_or_else(|| self.with_prefix(prefix).count())
-    }
-
-    fn wait_for_prefix(
-        &mut self,
-        context: &ApplyContext<'_>,
-        call: CallId,
-        prefix: &str,
-        count: usize,
-        timeout: Duration,
-    ) -> Result<(), KvError> {
-        if !self.by_prefix.contains_key(prefix) && self.by_prefix.len() >= MAX_PREFIXES {
-            return Err(KvError::TooMuch(format!(
-                "cannot gather keys with `{}`: {MAX_PREFIXES} prefixes are waited for, the maximum",
-                clip(prefix, 32)
-            )));
-        }
-        self.wait(context, call, Wanted::Prefix(prefix.to_owned(), count), timeout)?;
-        let have = self.count(prefix);
-        let gather = self.by_prefix.entry(prefix.to_owned()).or_default();
-        gather.have = have;
-        gather.calls.insert((count, call));
-        Ok(())
     }
 
     /// Lets a call wait.
@@ -332,6 +328,15 @@ impl KvStore {
         timeout: Duration,
     ) -> Result<(), KvError> {
         let (limits, now) = (context.config.kv, context.at.now);
+        if let Wanted::Prefix(prefix, _) = &wanted
+            && !self.by_prefix.contains_key(prefix)
+            && self.by_prefix.len() >= MAX_PREFIXES
+        {
+            return Err(KvError::TooMuch(format!(
+                "cannot gather keys with `{}`: {MAX_PREFIXES} prefixes are waited for, the maximum",
+                clip(prefix, 32)
+            )));
+        }
         let (Wanted::Key(key) | Wanted::Prefix(key, _)) = &wanted;
         if key.len() > limits.key_bytes || self.waiters.len() >= limits.waiters {
             return Err(KvError::TooMuch(format!(
@@ -340,6 +345,17 @@ impl KvStore {
                 self.waiters.len(),
                 limits.key_bytes
             )));
+        }
+        match &wanted {
+            Wanted::Key(key) => {
+                self.by_key.entry(key.clone()).or_default().insert(call);
+            }
+            Wanted::Prefix(prefix, count) => {
+                let have = self.count(prefix);
+                let gather = self.by_prefix.entry(prefix.clone()).or_default();
+                gather.have = have;
+                gather.calls.insert((*count, call));
+            }
         }
         let deadline = now + timeout.min(limits.wait);
         self.deadlines.insert((deadline, call));
@@ -370,19 +386,20 @@ impl KvStore {
                 continue;
             };
             let waited = deadline.saturating_sub(waiter.asked_at);
-            let error = match &waiter.wanted {
-                Wanted::Key(key) => not_written(key, waited),
-                Wanted::Prefix(prefix, count) => {
-                    let have = self.by_prefix.get(prefix).map_or(0, |gather| gather.have);
-                    too_few(prefix, have, *count, waited)
-                }
-            };
+            let result = Err(self.not_written(&waiter.wanted, waited));
             self.strike_out(call, &waiter.wanted);
-            context.effects.push(Effect::Answer {
-                call,
-                result: Err(error),
-            });
+            context.effects.push(Effect::Answer { call, result });
         }
+    }
+
+    fn not_written(&self, wanted: &Wanted, waited: Duration) -> KvError {
+        KvError::NotWritten(match wanted {
+            Wanted::Key(key) => format!("no rank wrote key `{key}` within {waited:?}"),
+            Wanted::Prefix(prefix, count) => {
+                let have = self.count(prefix);
+                format!("only {have} of {count} keys with `{prefix}` were written within {waited:?}")
+            }
+        })
     }
 
     /// Ends the store: every waiting read fails with the cause, every entry is gone.
@@ -395,16 +412,6 @@ impl KvStore {
         }
         *self = Self::default();
     }
-}
-
-fn not_written(key: &str, waited: Duration) -> KvError {
-    KvError::NotWritten(format!("no rank wrote key `{key}` within {waited:?}"))
-}
-
-fn too_few(prefix: &str, have: usize, count: usize, waited: Duration) -> KvError {
-    KvError::NotWritten(format!(
-        "only {have} of {count} keys with `{prefix}` were written within {waited:?}"
-    ))
 }
 
 #[cfg(test)]
@@ -428,6 +435,28 @@ mod tests {
             effects: Vec::new(),
             about: About::default(),
             answers: Answers::default(),
+        }
+    }
+
+    impl KvStore {
+        fn get(&mut self, context: &mut ApplyContext<'_>, call: CallId, key: String, timeout: Duration) {
+            self.read(context, call, Wanted::Key(key), timeout);
+        }
+
+        fn gather(
+            &mut self,
+            context: &mut ApplyContext<'_>,
+            call: u64,
+            prefix: &str,
+            count: usize,
+            timeout: Duration,
+        ) {
+            self.read(
+                context,
+                CallId(call),
+                Wanted::Prefix(prefix.to_owned(), count),
+                timeout,
+            );
         }
     }
 
@@ -567,7 +596,7 @@ mod tests {
             for call in 0..READS / 2 {
                 let timeout = SECOND + step * call as u32;
                 store.get(context, CallId(2 * call), "key".into(), timeout);
-                store.gather(context, CallId(2 * call + 1), "of/", 10_000, timeout);
+                store.gather(context, 2 * call + 1, "of/", 10_000, timeout);
             }
         };
         read(&mut store, &mut context);
@@ -605,7 +634,7 @@ mod tests {
         store.put(&mut context, "a".into(), vec![1]).unwrap();
         store.put(&mut context, "b".into(), vec![2]).unwrap();
         for (call, prefix) in [(1, "a"), (2, "a"), (3, "b")] {
-            store.gather(&mut context, CallId(call), prefix, 0, SECOND);
+            store.gather(&mut context, call, prefix, 0, SECOND);
         }
         let told = answers(&context.effects);
         assert!(told[..2].iter().all(|(_, answer)| keys(answer) == ["a"]));
@@ -614,7 +643,7 @@ mod tests {
         // Its callers have taken it, and so has the store.
         context.effects.clear();
         store.put(&mut context, "a2".into(), vec![1]).unwrap();
-        store.gather(&mut context, CallId(4), "b", 0, SECOND);
+        store.gather(&mut context, 4, "b", 0, SECOND);
         assert_eq!(keys(&answers(&context.effects)[0].1), ["b"]);
     }
 
@@ -630,10 +659,10 @@ mod tests {
         store.put(&mut context, "rank/1".into(), vec![1]).unwrap();
         store.put(&mut context, "rank".into(), vec![9]).unwrap();
 
-        store.gather(&mut context, CallId(1), "rank/", 2, SECOND);
-        store.gather(&mut context, CallId(2), "rank/", 3, SECOND);
-        store.gather(&mut context, CallId(3), "rank/", 2, SECOND);
-        store.gather(&mut context, CallId(4), "rank/", 0, Duration::ZERO);
+        store.gather(&mut context, 1, "rank/", 2, SECOND);
+        store.gather(&mut context, 2, "rank/", 3, SECOND);
+        store.gather(&mut context, 3, "rank/", 2, SECOND);
+        store.gather(&mut context, 4, "rank/", 0, Duration::ZERO);
         assert_eq!(
             keys(&answers(&context.effects)[0].1),
             ["rank/1"],
@@ -660,7 +689,7 @@ mod tests {
         context.effects.clear();
         store.put(&mut context, "rank/2".into(), vec![]).unwrap();
         assert!(context.effects.is_empty(), "it has been answered");
-        store.gather(&mut context, CallId(5), "rank/", 3, Duration::ZERO);
+        store.gather(&mut context, 5, "rank/", 3, Duration::ZERO);
         assert_eq!(
             keys(&answers(&context.effects)[0].1),
             ["rank/0", "rank/1", "rank/2"]
@@ -673,7 +702,7 @@ mod tests {
         let (mut store, mut context) = (KvStore::default(), context(&config));
         let ask = |store: &mut KvStore, context: &mut ApplyContext<'_>, prefix: usize, count| {
             context.effects.clear();
-            store.gather(context, CallId(prefix as u64), &prefix.to_string(), count, SECOND);
+            store.gather(context, prefix as u64, &prefix.to_string(), count, SECOND);
             answers(&context.effects)
                 .first()
                 .map(|(_, answer)| answer.is_ok())
@@ -693,7 +722,7 @@ mod tests {
         assert!(store.by_prefix.is_empty());
         let long = "x".repeat(config.kv.key_bytes + 1);
         context.effects.clear();
-        store.gather(&mut context, CallId(1), &long, 0, SECOND);
+        store.gather(&mut context, 1, &long, 0, SECOND);
         assert!(answers(&context.effects)[0].1.is_err());
     }
 

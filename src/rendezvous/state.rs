@@ -7,8 +7,7 @@ use ddp_proto::printable;
 use ddp_proto::rendezvous::agent_message::Body;
 use ddp_proto::rendezvous::daemon_message::Body as Reply;
 use ddp_proto::rendezvous::{
-    AgentMessage, JobSummary, JobsReply, KvGatherRequest, KvGetRequest, KvPutRequest, Refused, StatusReply,
-    refused::Code,
+    AgentMessage, JobSummary, JobsReply, KvPutRequest, Refused, StatusReply, refused::Code,
 };
 use prost::bytes::Bytes;
 
@@ -16,6 +15,7 @@ use super::config::{Callers, Config};
 use super::context::ApplyContext;
 use super::event::{About, At, CallId, ConnId, Effect, Event, KvError, Origin, Peer, Record, refusal};
 use super::job::{Finished, Job, Joining};
+use super::kv::Read;
 use super::messages::clip;
 use super::nodes::deadlines::Deadlines;
 use super::partition::PartitionSuspicion;
@@ -173,14 +173,14 @@ pub fn apply(at: At, state: &mut State, event: Event) -> Vec<Effect> {
         Event::Message { conn, peer, message } => daemon.message(&mut context, conn, peer, *message),
         Event::Closed { conn, clean } => daemon.closed(&mut context, conn, clean),
         Event::KvPut { call, request } => daemon.kv_put(&mut context, call, request),
-        Event::KvGet { call, request } => daemon.kv_get(&mut context, call, request),
+        Event::KvGet { call, request } => daemon.kv_read(&mut context, call, request.into()),
         Event::KvCancel { call, job } => {
             if let Some(job) = daemon.jobs.get_mut(&job) {
                 job.cancel(call);
             }
         }
         Event::Close { job, reason } => daemon.close(&mut context, &job, &reason),
-        Event::KvGather { call, request } => daemon.kv_gather(&mut context, call, &request),
+        Event::KvGather { call, request } => daemon.kv_read(&mut context, call, request.into()),
         Event::Tick => daemon.tick(&mut context),
     }
     for effect in &context.effects {
@@ -484,46 +484,22 @@ impl Daemon {
         self.store_totals.check(&config.kv, more)
     }
 
-    fn kv_get(&mut self, context: &mut ApplyContext<'_>, call: CallId, request: KvGetRequest) {
-        let (job_id, caller) = (request.job_id.clone(), request.incarnation.clone());
-        let get = |job: &mut Job, context: &mut ApplyContext<'_>| job.get(context, call, request);
-        self.read(context, call, &job_id, &caller, get);
-    }
-
-    fn kv_gather(&mut self, context: &mut ApplyContext<'_>, call: CallId, request: &KvGatherRequest) {
-        let gather = |job: &mut Job, context: &mut ApplyContext<'_>| job.gather(context, call, request);
-        self.read(context, call, &request.job_id, &request.incarnation, gather);
-    }
-
-    fn read(
-        &mut self,
-        context: &mut ApplyContext<'_>,
-        call: CallId,
-        job_id: &str,
-        caller: &str,
-        begin: impl FnOnce(&mut Job, &mut ApplyContext<'_>) -> Result<(), KvError>,
-    ) {
-        if let Err(error) = self.try_read(context, call, job_id, caller, begin) {
+    fn kv_read(&mut self, context: &mut ApplyContext<'_>, call: CallId, read: Read) {
+        let job_id = read.job_id.clone();
+        if let Err(error) = self.try_read(context, call, read) {
             let result = Err(error);
             context.effects.push(Effect::Answer { call, result });
         }
-        self.replan(job_id);
+        self.replan(&job_id);
     }
 
     /// Begins a read. Cancels it if it has to wait and too many reads wait already.
-    fn try_read(
-        &mut self,
-        context: &mut ApplyContext<'_>,
-        call: CallId,
-        job_id: &str,
-        caller: &str,
-        begin: impl FnOnce(&mut Job, &mut ApplyContext<'_>) -> Result<(), KvError>,
-    ) -> Result<(), KvError> {
-        self.job(job_id, caller)?;
+    fn try_read(&mut self, context: &mut ApplyContext<'_>, call: CallId, read: Read) -> Result<(), KvError> {
+        self.job(&read.job_id, &read.incarnation)?;
         let room = self.check_room(context.config, Load::READ);
-        let job = self.job(job_id, caller)?;
+        let job = self.job(&read.job_id, &read.incarnation)?;
         let before = job.load().waiters;
-        begin(job, context)?;
+        job.read(context, call, read)?;
         if job.load().waiters > before {
             if let Err(full) = room {
                 job.cancel(call);

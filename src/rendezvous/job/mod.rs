@@ -46,8 +46,7 @@ use std::time::Duration;
 use ddp_proto::rendezvous::agent_message::Body;
 use ddp_proto::rendezvous::daemon_message::Body as Reply;
 use ddp_proto::rendezvous::{
-    GenerationOver, Heard, Heartbeat, JobSummary, Join, KvGatherRequest, KvGetRequest, KvPutRequest,
-    NodeStopped, StatusReply,
+    GenerationOver, Heard, Heartbeat, JobSummary, Join, KvPutRequest, NodeStopped, StatusReply,
 };
 use ddp_proto::{exit, printable};
 
@@ -55,7 +54,7 @@ use super::context::ApplyContext;
 use super::event::{About, CallId, ConnId, KvError, Origin, Record, regrouping};
 use super::generation_counter::GenerationCounter;
 use super::history::History;
-use super::kv::KvStore;
+use super::kv::{KvStore, Read};
 use super::policy::Account;
 use super::ranks::Member;
 use super::report::Census;
@@ -437,37 +436,18 @@ impl Job {
         self.kv.put(context, request.key, request.value)
     }
 
-    /// Reads an entry of the store, now or later.
-    pub(super) fn get(
+    /// Reads the store, now or later.
+    pub(super) fn read(
         &mut self,
         context: &mut ApplyContext<'_>,
         call: CallId,
-        read: KvGetRequest,
+        read: Read,
     ) -> Result<(), KvError> {
         self.check_store(&read.incarnation, read.generation, &read.assignment_id)?;
-        let timeout = Duration::from_millis(read.timeout_ms.into());
-        self.kv.get(context, call, read.key, timeout);
-        self.wake_for_store();
-        Ok(())
-    }
-
-    /// Reads all entries of the store with one prefix, now or when there are enough.
-    pub(super) fn gather(
-        &mut self,
-        context: &mut ApplyContext<'_>,
-        call: CallId,
-        read: &KvGatherRequest,
-    ) -> Result<(), KvError> {
-        self.check_store(&read.incarnation, read.generation, &read.assignment_id)?;
-        let timeout = Duration::from_millis(read.timeout_ms.into());
-        (self.kv).gather(context, call, &read.prefix, read.count as usize, timeout);
-        self.wake_for_store();
-        Ok(())
-    }
-
-    fn wake_for_store(&mut self) {
+        self.kv.read(context, call, read.wanted, read.timeout);
         let deadlines = [self.next_wake, self.kv.next_deadline()];
         self.next_wake = deadlines.into_iter().flatten().min();
+        Ok(())
     }
 
     /// Only members of the running assignment may use the store.
