@@ -14,6 +14,7 @@ import pathlib
 import random
 import re
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -207,6 +208,59 @@ def bench_live(args):
             words = [spread(times) if times else "not measured" for times in (live, old, theirs)]
             print(f"| {name} | {ranks} | {' | '.join(words)} |", flush=True)
     print("\ntorchrun: an empty script, until its first all-reduce.")
+    print("\n### A node of 2 ranks joins another one, and is killed, 1 M parameters\n")
+    print("| from the start of its launcher to a step of 4 ranks | … restart of all | from its `kill -9` to a step of 2 ranks | … restart of all |")
+    print("|---|---|---|---|")
+    live, old = [], []
+    for _ in range(args.turns):
+        for times, program in ((live, RUN), (old, args.old)):
+            if program:
+                with tempfile.TemporaryDirectory() as folder:
+                    times.append(grow_and_shrink(folder, program))
+    column = lambda times, i: spread([pair[i] for pair in times]) if times else "not measured"
+    print(f"| {column(live, 0)} | {column(old, 0)} | {column(live, 1)} | {column(old, 1)} |")
+
+
+def grow_and_shrink(folder, program):
+    """Milliseconds from the start of a second node to the first step that both make, and from SIGKILL of its launcher to
+    the next step that the first one makes alone."""
+    out = pathlib.Path(folder) / "run"
+    layers, heads, width, vocab, every = LIVE["1 M"]
+    sets = {"run.out_dir": out, "train.steps": 100000, "train.checkpoint_every": every, "model.n_layer": layers, "train.threads": 1}
+    sets |= {"model.n_head": heads, "model.n_embd": width, "model.vocab_size": vocab, "model.block_size": 64, "train.eval_every": 0}
+    sets |= {"train.micro_batch": 1, "train.grad_accumulation": 2}
+    words = ["--nnodes", "1:2", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "bench", "--nproc-per-node", "2"]
+    words += ["--rdzv-conf", "last_call_timeout=0.3", *(f"--set={key}={value}" for key, value in sets.items())]
+    start = lambda rank: subprocess.Popen(
+        [program, *words, "--node-rank", str(rank), ROOT / "examples/single-node/train.yaml"],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )
+    last = lambda: (lines_of(out / "metrics.jsonl") or [{"step": 0, "world_size": 0}])[-1]
+    beyond = lambda step, ranks: wait_for(
+        lambda: True if last()["step"] > step and last()["world_size"] == ranks else None, f"a step of {ranks} ranks"
+    )
+    jobs = [start(0)]
+    try:
+        beyond(every, 2)
+        began = time.perf_counter()
+        jobs.append(start(1))
+        beyond(0, 4)
+        grown = time.perf_counter() - began
+        beyond(last()["step"] + every + every // 4, 4)
+        killed, at = time.perf_counter(), last()["step"]
+        jobs[1].kill()
+        beyond(at, 2)
+        return grown * 1e3, (time.perf_counter() - killed) * 1e3
+    finally:
+        for job in jobs:
+            job.kill()
+            job.wait()
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 def bench_collectives(args):
