@@ -296,13 +296,16 @@ fn train(mut config: TrainConfig, is_same: impl Fn(&TrainConfig) -> bool) -> Exi
     }
     let (first, mut is_reported) = (Assignment::of(&session), false);
     let mut next = |ended: &mut Ended| {
-        let Err(error @ TrainError::GenerationOver { .. }) = ended else {
-            return None;
+        let goes_on = match ended {
+            Ok(summary) => summary.stopped.is_some() && session.stays(),
+            Err(error) => matches!(error, TrainError::GenerationOver { .. }) && session.outlives(),
         };
-        if !session.outlives() || !is_same(&config) {
+        if !goes_on || !is_same(&config) {
             return None;
         }
-        eprintln!("note: {error}");
+        if let Err(error) = ended {
+            eprintln!("note: {error}");
+        }
         is_reported = true;
         // A worker without a place in the next generation ends with the error of this one.
         session = session.park().ok()?;
@@ -335,7 +338,7 @@ fn listen(session: &Session) -> Result<Option<Interrupts>, CliError> {
         return Ok(None);
     }
     let request = session.stop_request();
-    let listening = Interrupts::listen(move |cause| request.ask(cause));
+    let listening = Interrupts::listen(move |cause| request.ask(cause, false));
     listening
         .map(Some)
         .map_err(CliError::machine("cannot listen to signals"))

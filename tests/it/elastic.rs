@@ -173,7 +173,7 @@ fn growing_job() -> TinyJob {
 }
 
 /// Two nodes of native training, of which the second joins when the first has made some steps, and the step at which
-/// the first stopped for it.
+/// the first stopped for it. Its worker 0 stays.
 fn joined(job: &TinyJob, start: impl Fn() -> Running) -> (Running, Running, u64) {
     let mut first = start();
     wait_for_step(&job.out(), 7);
@@ -184,6 +184,8 @@ fn joined(job: &TinyJob, start: impl Fn() -> Running) -> (Running, Running, u64)
     first.wait_for("joined; continuing with 2 nodes");
     send(held, Signal::SIGCONT);
     let left_at = stopped_after(&mut first);
+    first.wait_for("kept: rank");
+    assert_eq!(worker(first.pid(), "0"), held, "it was started again");
     (first, second, left_at)
 }
 
@@ -355,12 +357,15 @@ fn native_training_goes_on_from_the_step_at_which_a_node_was_stopped() {
 
     // Started again, it is taken in; nothing tells it to resume.
     wait_for_step(&job.out(), left_at + 1);
-    let held = worker(second.pid(), "0");
+    // It was rank 1 when it was started.
+    let held = worker(second.pid(), "1");
     send(held, Signal::SIGSTOP);
     let mut again = native_node(&daemon, "1:2", &job).flag("--node-rank", "0").start();
     second.wait_for("joined; continuing with 2 nodes");
     send(held, Signal::SIGCONT);
     let left_at = stopped_after(&mut second);
+    second.wait_for("kept: rank 1");
+    assert_eq!(worker(second.pid(), "1"), held, "it was started again");
     again.wait_for(&format!("1500, resumed after step {left_at}"));
     again.finish().expect_exit(0);
     second.finish().expect_exit(0);

@@ -139,6 +139,9 @@ impl Disturbed {
         }
         let finished = self.running.finish();
         finished.expect_exit(0);
+        if self.tally.replaced > 0 {
+            eprintln!("{name}: survivors were replaced: {}", finished.transcript());
+        }
         // On a fast machine a run may end before its first kill.
         let has_died = finished.transcript().contains("SIGKILL");
         assert_eq!(&parameters(&self.job.out()), expected, "{name}: {:?}", self.tally);

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use super::CheckpointError;
 use super::manifest::TensorKind;
 use super::part::{Extent, PartWriter, write_part};
-use super::reader::{Reader, StateSource as _};
+use super::reader::Reader;
 use super::storage::{DiskStep, Storage, write_file};
 use crate::model::{Decoder, Published, Region};
 

@@ -5,7 +5,7 @@
 //! | `manifest.rs` | [`Manifest`]: tensors, their regions, the ranges that files hold, and whether they make up each tensor |
 //! | `part.rs` | [`Extent`]: the elements of a tensor that a file holds; one safetensors file, its header and its hashes |
 //! | `writer.rs` | [`Writer`]: files of many ranks to one checkpoint, all of it or nothing |
-//! | `reader.rs` | [`StateSource`], [`Reader`]: any range of any region of any tensor, verified |
+//! | `reader.rs` | [`Reader`]: any range of any region of any tensor, verified |
 //! | `export.rs` | the parameters in one file for other tools |
 //! | `folder.rs` | names and paths below `checkpoints/`; which steps are there, and which stay |
 //! | `storage.rs` | the steps that touch the disk, so that a test can stop after each |
@@ -41,7 +41,7 @@ pub use manifest::{
 };
 pub use part::{Extent, PartWriter, share_of};
 pub(crate) use part::{Header, read_header};
-pub use reader::{Reader, StateSource, Which};
+pub use reader::{Reader, Which};
 pub(crate) use storage::open_to_read;
 pub use storage::{Disk, DiskStep, Storage, ignore_file_size_signal, read_bounded};
 pub use writer::{Fence, Writer};

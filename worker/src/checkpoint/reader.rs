@@ -13,27 +13,12 @@ use parking_lot::Mutex;
 
 use super::error::type_and_shape;
 use super::folder::{self, LATEST, MANIFEST};
-use super::manifest::{FileRecord, Manifest, RangeRecord, State, TensorKind, TensorName, TensorRecord};
+use super::manifest::{FileRecord, Manifest, RangeRecord, TensorKind, TensorName, TensorRecord};
 use super::part::{Extent, Header, dtype_on_disk, read_header};
 use super::{CheckpointError, storage};
 use crate::config::{self, OptimizerConfig};
 use crate::model::{self, Names, Overlap, Region};
 use crate::optim;
-
-/// The state of a run after some step, wherever it lies.
-pub trait StateSource: Send + Sync {
-    /// How far the run was.
-    fn state(&self) -> &State;
-
-    /// Checks that it has exactly the tensors of which these are parts. The error names the first difference, in the order
-    /// given. By default there is no check: a state in memory comes from ranks that had the same model.
-    fn expect(&self, _expected: &[Extent]) -> Result<(), CheckpointError> {
-        Ok(())
-    }
-
-    /// The bytes of a range of the elements of any region of a tensor, from however many regions and ranges.
-    fn read(&self, part: &Extent) -> Result<Vec<u8>, CheckpointError>;
-}
 
 /// Which checkpoint of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -257,6 +242,57 @@ impl Reader {
         &self.path
     }
 
+    /// Checks that it has exactly the tensors of which these are parts. The error names the first difference, in the order
+    /// given.
+    pub fn expect(&self, expected: &[Extent]) -> Result<(), CheckpointError> {
+        for extent in expected {
+            let found = self.tensor(&extent.tensor)?;
+            if found.dtype != extent.dtype || found.shape != extent.shape {
+                let [found, expected] = [(found.dtype, &found.shape), (extent.dtype, &extent.shape)]
+                    .map(|(dtype, shape)| type_and_shape(dtype, shape));
+                return Err(CheckpointError::Foreign {
+                    path: self.path.clone(),
+                    what: format!(
+                        ": tensor `{}` is {found}, but {expected} in this model",
+                        extent.tensor
+                    ),
+                    hint: "resume with the model section that it was written with",
+                });
+            }
+        }
+        let names: HashSet<&TensorName> = expected.iter().map(|extent| &extent.tensor).collect();
+        match self.manifest.tensors.iter().find(|t| !names.contains(&t.name)) {
+            None => Ok(()),
+            Some(extra) => Err(self.of_another(&format!(
+                "has a tensor `{}`, which this model does not have",
+                extra.name
+            ))),
+        }
+    }
+
+    /// The bytes of a range of the elements of any region of a tensor, from however many regions and ranges.
+    pub fn read(&self, part: &Extent) -> Result<Vec<u8>, CheckpointError> {
+        let tensor = self.tensor(&part.tensor)?;
+        let extent = Extent::of(tensor, part.region.clone(), part.range.clone());
+        extent.check()?;
+        let (start, width) = (extent.range.start, tensor.dtype.bytes() as u64);
+        let mut bytes = vec![0; extent.bytes() as usize];
+        for stored in self.stored(tensor) {
+            let Some(overlap) = Overlap::of(&part.region, stored.region) else {
+                continue;
+            };
+            let piece = stored.range.start..stored.range.end;
+            let runs = overlap.runs([extent.range.clone(), piece.clone()]);
+            let runs = runs.map(|run| ByteRun {
+                target: (run.starts[0] - start) * width,
+                source: (run.starts[1] - piece.start) * width,
+                len: run.len * width,
+            });
+            self.read_runs(&stored, &runs.collect::<Vec<_>>(), &mut bytes)?;
+        }
+        Ok(bytes)
+    }
+
     fn tensor(&self, name: &TensorName) -> Result<&TensorRecord, CheckpointError> {
         let found = self.manifest.tensor(name);
         found.ok_or_else(|| self.of_another(&format!("has no tensor `{name}`")))
@@ -372,60 +408,6 @@ impl Reader {
         }
         self.verified.lock().insert(stored.block_name(&block));
         Ok(read)
-    }
-}
-
-impl StateSource for Reader {
-    fn state(&self) -> &State {
-        &self.manifest.state
-    }
-
-    fn expect(&self, expected: &[Extent]) -> Result<(), CheckpointError> {
-        for extent in expected {
-            let found = self.tensor(&extent.tensor)?;
-            if found.dtype != extent.dtype || found.shape != extent.shape {
-                let [found, expected] = [(found.dtype, &found.shape), (extent.dtype, &extent.shape)]
-                    .map(|(dtype, shape)| type_and_shape(dtype, shape));
-                return Err(CheckpointError::Foreign {
-                    path: self.path.clone(),
-                    what: format!(
-                        ": tensor `{}` is {found}, but {expected} in this model",
-                        extent.tensor
-                    ),
-                    hint: "resume with the model section that it was written with",
-                });
-            }
-        }
-        let names: HashSet<&TensorName> = expected.iter().map(|extent| &extent.tensor).collect();
-        match self.manifest.tensors.iter().find(|t| !names.contains(&t.name)) {
-            None => Ok(()),
-            Some(extra) => Err(self.of_another(&format!(
-                "has a tensor `{}`, which this model does not have",
-                extra.name
-            ))),
-        }
-    }
-
-    fn read(&self, part: &Extent) -> Result<Vec<u8>, CheckpointError> {
-        let tensor = self.tensor(&part.tensor)?;
-        let extent = Extent::of(tensor, part.region.clone(), part.range.clone());
-        extent.check()?;
-        let (start, width) = (extent.range.start, tensor.dtype.bytes() as u64);
-        let mut bytes = vec![0; extent.bytes() as usize];
-        for stored in self.stored(tensor) {
-            let Some(overlap) = Overlap::of(&part.region, stored.region) else {
-                continue;
-            };
-            let piece = stored.range.start..stored.range.end;
-            let runs = overlap.runs([extent.range.clone(), piece.clone()]);
-            let runs = runs.map(|run| ByteRun {
-                target: (run.starts[0] - start) * width,
-                source: (run.starts[1] - piece.start) * width,
-                len: run.len * width,
-            });
-            self.read_runs(&stored, &runs.collect::<Vec<_>>(), &mut bytes)?;
-        }
-        Ok(bytes)
     }
 }
 

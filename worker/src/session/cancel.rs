@@ -1,7 +1,7 @@
 //! What everyone who waits or trains looks at: the generation is over ([`Cancel`]), stop at the next step boundary
 //! ([`StopRequest`]); and what this process waits for, which heartbeats and answers to the agent report.
 
-use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError, Weak};
 use std::time::Duration;
 
 use ddp_proto::control::PeerWait;
@@ -107,17 +107,41 @@ pub(super) fn in_words(waits: &[Wanted]) -> String {
 
 /// Asked for once, with the cause in words. Clones are the same request.
 #[derive(Clone, Debug, Default)]
-pub struct StopRequest(Arc<OnceLock<String>>);
+pub struct StopRequest(Arc<Request>);
+
+#[derive(Debug, Default)]
+struct Request {
+    asked: Mutex<Option<Asked>>,
+    is_asked: Condvar,
+}
+
+#[derive(Debug)]
+struct Asked {
+    cause: String,
+    stay: bool,
+}
 
 impl StopRequest {
-    /// Asks for a stop; the first cause stays.
-    pub fn ask(&self, cause: impl Into<String>) {
-        let _ = self.0.set(cause.into());
+    /// Asks for a stop; the first cause stays. Another generation follows if this process may `stay`.
+    pub fn ask(&self, cause: impl Into<String>, stay: bool) {
+        let mut asked = self.0.asked.lock().unwrap_or_else(PoisonError::into_inner);
+        let cause = cause.into();
+        asked.get_or_insert(Asked { cause, stay });
+        self.0.is_asked.notify_all();
     }
 
     /// The cause, once it was asked for.
-    pub fn cause(&self) -> Option<&str> {
-        self.0.get().map(String::as_str)
+    pub fn cause(&self) -> Option<String> {
+        let asked = self.0.asked.lock().unwrap_or_else(PoisonError::into_inner);
+        asked.as_ref().map(|asked| asked.cause.clone())
+    }
+
+    /// Whether this process may stay. Waits for the request for at most `patience`: another rank may have got its own first.
+    pub(super) fn stays(&self, patience: Duration) -> bool {
+        let asked = self.0.asked.lock().unwrap_or_else(PoisonError::into_inner);
+        let waited = (self.0.is_asked).wait_timeout_while(asked, patience, |asked| asked.is_none());
+        let (asked, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        asked.as_ref().is_some_and(|asked| asked.stay)
     }
 }
 

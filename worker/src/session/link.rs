@@ -251,7 +251,7 @@ impl Shared {
                 let _ = self.generation.set(assignment.generation);
                 return Ok(Some(assignment));
             }
-            ToWorker::StopAtStepBoundary { cause, .. } => self.stop.ask(cause),
+            ToWorker::StopAtStepBoundary { cause, stay } => self.stop.ask(cause, stay),
             ToWorker::GenerationOver { generation, cause } => {
                 // The end of an earlier generation says nothing about ours.
                 if self.generation.get().is_none_or(|ours| generation >= *ours) {

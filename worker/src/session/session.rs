@@ -169,7 +169,12 @@ impl Session {
 
     /// The cause, once the agent, or code in this process, asked to stop at the next step boundary.
     pub fn stop_requested(&self) -> Option<String> {
-        self.stop.cause().map(str::to_owned)
+        self.stop.cause()
+    }
+
+    /// Whether another generation follows the stop that some rank was asked for, in which this process can go on.
+    pub fn stays(&self) -> bool {
+        self.outlives() && self.stop.stays(PARKING_TIMEOUT)
     }
 
     /// Lets a program without an agent ask for a stop.

@@ -43,7 +43,7 @@ mod warm_up;
 mod world;
 
 pub use checkpointing::{
-    Decision, GoOn, Held, Place, RankSnapshot, RunSnapshot, Version, check_initial_weights, check_resumes,
+    Decision, GoOn, Held, Place, Version, check_initial_weights, check_resumes,
     decide,
 };
 pub use error::TrainError;

@@ -1,8 +1,8 @@
 //! A run of one rank, from a configuration and a session to a summary: one generation, or several in the same process.
 //!
 //! A worker stops at a step boundary when its agent asks: it saves and returns without an error. It stops with an
-//! error as soon as it learns that the generation is over; the next generation goes on from the latest checkpoint, or
-//! from what the ranks of one that was stopped have kept in memory.
+//! error as soon as it learns that the generation is over. The next generation goes on from what the ranks have kept in
+//! memory, or from the latest checkpoint.
 
 use std::path::Path;
 use std::time::Instant;
@@ -33,7 +33,7 @@ pub fn run_worker(config: &TrainConfig, session: &Session) -> Ended {
 
 /// As [`run_worker`], in one generation after the other: `next` learns how one has ended on this rank, and gives the
 /// place in the next. By then all that the rank had of the generation is gone, threads, connections and shared memory, but
-/// for the state of one that ended in the middle, and a save whose file system does not answer. Returns how the last one
+/// for the state of one that has steps left, and a save whose file system does not answer. Returns how the last one
 /// has ended.
 pub fn run_generations(
     config: &TrainConfig,
@@ -49,11 +49,11 @@ pub fn run_generations(
 }
 
 /// `kept` is what the rank has of the generation before, and then of this one.
-fn run_generation(config: &TrainConfig, mut assignment: Assignment, kept: &mut Option<Kept>) -> Ended {
+fn run_generation(config: &TrainConfig, assignment: Assignment, kept: &mut Option<Kept>) -> Ended {
     let session = assignment.session.clone();
     session.heartbeat(0, Phase::Starting, None);
     let mut world = None;
-    let ended = train(config, &mut assignment, &mut world, kept).map_err(|error| {
+    let ended = train(config, &assignment, &mut world, kept).map_err(|error| {
         if let Some(rank) = error.lost_rank() {
             session.report_peer_lost(rank);
         }
@@ -92,23 +92,25 @@ fn run_generation(config: &TrainConfig, mut assignment: Assignment, kept: &mut O
 
 fn train(
     config: &TrainConfig,
-    assignment: &mut Assignment,
+    assignment: &Assignment,
     joined: &mut Option<World>,
     kept: &mut Option<Kept>,
 ) -> Ended {
-    let (started, keeps_state) = (Instant::now(), assignment.keeps_state);
+    let started = Instant::now();
     let (config, opened) = open(config, assignment, kept)?;
     let mut prepared = prepare(&config, opened, joined, kept)?;
     let begun = prepared.begin();
-    let ended = begun.and_then(|()| run(&mut prepared, started, keeps_state));
-    if let Err(error) = &ended {
+    let ended = begun.and_then(|()| run(&mut prepared, started));
+    match &ended {
         // Before memory is freed that a collective in flight may use.
-        *kept = prepared.trainer.abandon(error);
+        Err(error) => *kept = prepared.trainer.abandon(error),
+        Ok(summary) if summary.stopped.is_some() => *kept = prepared.trainer.keep(),
+        Ok(_) => {}
     }
     ended
 }
 
-fn run(prepared: &mut Prepared<'_>, started: Instant, keeps_state: bool) -> Ended {
+fn run(prepared: &mut Prepared<'_>, started: Instant) -> Ended {
     let parts = prepared.trainer.parts();
     let (config, rank, first_step) = (parts.config, parts.world.rank(), parts.first_step);
     let run_dir = (rank == 0).then_some(prepared.run_dir.as_ref());
@@ -136,9 +138,6 @@ fn run(prepared: &mut Prepared<'_>, started: Instant, keeps_state: bool) -> Ende
     if rank == 0 {
         finish(prepared, &recorder, &outcome, started, last)?;
         recorder.check()?;
-    }
-    if keeps_state && outcome.stopped.is_some() {
-        outcome.state = Some(prepared.trainer.snapshot(outcome.steps)?);
     }
     prepared.trainer.parts().world.comm.shutdown();
     Ok(outcome)

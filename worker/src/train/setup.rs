@@ -1,6 +1,5 @@
 //! From a configuration and a session to a trainer that is ready for its first step.
 
-use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -8,8 +7,8 @@ use ddp_proto::control::Sizes;
 
 use super::TrainError;
 use super::checkpointing::{
-    BatchBefore, Checkpoints, Kept, Origin, RunSnapshot, SavedRun, allowed_sizes, check_initial_weights,
-    compare, document, exchange, identity, load, open_checkpoint, recover, rescale,
+    BatchBefore, Checkpoints, Kept, Origin, SavedRun, allowed_sizes, check_initial_weights,
+    document, exchange, identity, load, open_checkpoint, recover, rescale,
 };
 use super::device_choice::Choice;
 use super::rank_spec::RankSpec;
@@ -18,7 +17,7 @@ use super::reporting::ProfilingWindow;
 use super::step::{Trainer, TrainerParts};
 use super::warm_up::warm_up;
 use super::world::{World, WrapTransport, is_restarted, threads, timeout};
-use crate::checkpoint::{Batch, Disk, State, StateSource as _, Storage};
+use crate::checkpoint::{Batch, Disk, State, Storage};
 use crate::config::{OffloadTarget, TrainConfig};
 use crate::costs::GlobalBatch;
 use crate::cuda::GpuFacts;
@@ -32,8 +31,7 @@ use crate::optim::Clip;
 use crate::parallel::{GradientLayout, Parameters, Reducer, Signature, check_agreement};
 use crate::session::Session;
 
-/// A rank's place in one generation, the state that it goes on from, and parts of the machine to use instead of what the
-/// configuration leads to.
+/// A rank's place in one generation, and parts of the machine to use instead of what the configuration leads to.
 pub struct Assignment {
     /// Its link to the job in this generation.
     pub session: Session,
@@ -43,11 +41,6 @@ pub struct Assignment {
     pub storage: Option<Arc<dyn Storage>>,
     /// Comes between the communicators and the transport of host memory.
     pub transport: Option<WrapTransport>,
-    /// The state in the memory of the ranks of an earlier generation, on all ranks or on none. `None`: the latest checkpoint
-    /// of the run, or first values.
-    pub memory: Option<Arc<RunSnapshot>>,
-    /// Whether this rank keeps a copy of its state when the generation has ended in order.
-    pub keeps_state: bool,
 }
 
 impl Assignment {
@@ -58,8 +51,6 @@ impl Assignment {
             device: None,
             storage: None,
             transport: None,
-            memory: None,
-            keeps_state: false,
         }
     }
 }
@@ -108,7 +99,7 @@ pub(super) struct Opened<'a> {
 /// given, but for the accumulation of a run that goes on on another number of ranks.
 pub(super) fn open<'a>(
     config: &TrainConfig,
-    assignment: &'a mut Assignment,
+    assignment: &'a Assignment,
     kept: &mut Option<Kept>,
 ) -> Result<(TrainConfig, Opened<'a>), TrainError> {
     let session = &assignment.session;
@@ -137,16 +128,9 @@ pub(super) fn open<'a>(
     let origin = if let Some(go_on) = recover(session, &spec, kept, latest)? {
         Origin::kept(&run.identity, go_on)
     } else {
-        // Freed as soon as it is loaded.
-        match (assignment.memory.take(), latest) {
-            (Some(memory), _) => {
-                compare(Path::new("memory"), &run.identity, memory.state())?;
-                Origin::Saved(memory)
-            }
-            (None, Some(step)) => {
-                Origin::Saved(Arc::new(open_checkpoint(run.dir.path(), step, &run.identity)?))
-            }
-            (None, None) => Origin::fresh(config, &spec.model, session)?,
+        match latest {
+            Some(step) => Origin::Saved(open_checkpoint(run.dir.path(), step, &run.identity)?),
+            None => Origin::fresh(config, &spec.model, session)?,
         }
     };
     let mut config = config.clone();
@@ -299,7 +283,7 @@ fn begin(parts: &mut TrainerParts<'_>, origin: &Origin) -> Result<(), TrainError
     let (replica, optimizer, seed) = (&parts.replica, &parts.optimizer, config.run.seed);
     match origin {
         Origin::Fresh(weights) => replica.initialise(optimizer, seed, weights.as_ref())?,
-        Origin::Saved(saved) => parts.with_checkpoints(|_, here| load(here, saved.as_ref()))?,
+        Origin::Saved(saved) => parts.with_checkpoints(|_, here| load(here, saved))?,
         Origin::Kept { go_on, .. } => parts.with_checkpoints(|_, here| exchange(here, go_on))?,
     }
     let (home, stream) = (parts.optimizer.home(), parts.world.compute.stream);
@@ -417,8 +401,6 @@ fn agree(
         spec.plan.signature(),
     );
     signature.field("kind of device", choice.kind());
-    let in_memory = assignment.memory.as_ref().map(|memory| memory.state().step);
-    signature.field("step of the state in memory", format!("{in_memory:?}"));
     if let Choice::Gpu(ordinal) = choice {
         // Replicas whose kernels another compiler has made, or another GPU runs, drift apart.
         signature.field("GPU", GpuFacts::of(*ordinal)?.name);

@@ -15,7 +15,7 @@ use ddp_worker::config::{Precision, Strategy, TrainConfig};
 use ddp_worker::device::{CpuDevice, Device, Stream};
 use ddp_worker::ops::Op;
 use ddp_worker::session::{MemoryStore, Session};
-use ddp_worker::train::{Assignment, Ended, RunSnapshot, RunSummary, TrainError, run_generations};
+use ddp_worker::train::{Assignment, Ended, RunSummary, TrainError, run_generations};
 
 const DEADLINE: Duration = Duration::from_mins(2);
 
@@ -43,7 +43,7 @@ fn stopping(session: &Session, last: u64) -> Arc<dyn Device> {
     hooked(AtUpdate {
         // The request goes to the other ranks with the losses of the next step.
         step: last - 1,
-        act: Box::new(move || stop.ask("the world changes")),
+        act: Box::new(move || stop.ask("the world changes", true)),
     })
 }
 
@@ -84,8 +84,9 @@ fn in_new_processes(job: &mut Job) -> Trained {
     lives.last().unwrap()
 }
 
-/// All generations in one process, each from what the ranks of the one before have kept: the checkpoints are gone.
+/// All generations in one process. Where all ranks hold all of the state they go on in memory: the checkpoints are gone.
 fn in_one_process(job: &mut Job) -> Trained {
+    let is_whole = job.config.parallel.strategy == Strategy::Ddp;
     let config = job.config.clone();
     let mut summary = RunSummary::default();
     std::thread::scope(|scope| {
@@ -104,7 +105,6 @@ fn in_one_process(job: &mut Job) -> Trained {
             assign
         };
         let workers: Vec<Sender<Assignment>> = (0..3).map(|_| worker(ended.clone())).collect();
-        let mut memory = None;
         for ((world, last), life) in GENERATIONS.into_iter().zip(0..) {
             job.restarts = life;
             let store = Arc::new(MemoryStore::default());
@@ -112,8 +112,6 @@ fn in_one_process(job: &mut Job) -> Trained {
                 let session = Session::in_process(job.env(rank, world), store.clone());
                 let assignment = Assignment {
                     device: Some(stopping(&session, last)),
-                    memory: memory.clone(),
-                    keeps_state: true,
                     ..Assignment::of(&session)
                 };
                 // A worker need not keep its rank.
@@ -121,15 +119,11 @@ fn in_one_process(job: &mut Job) -> Trained {
                     .send(assignment)
                     .unwrap();
             }
-            let mut states = Vec::new();
             for _ in 0..world {
                 summary = endings.recv_timeout(DEADLINE).unwrap().unwrap();
                 assert_eq!(summary.steps, last);
-                states.extend(summary.state.take());
             }
-            memory = RunSnapshot::of(states).map(Arc::new);
-            if last < config.train.steps {
-                assert!(memory.is_some(), "generation {life}");
+            if is_whole && last < config.train.steps {
                 fs::remove_dir_all(checkpoints(job)).unwrap();
             }
         }

@@ -307,7 +307,7 @@ fn a_smaller_world_goes_on_with_the_bits_of_a_restart_there() {
         // The request goes to the other ranks with the losses of the next step.
         hooked(AtUpdate(
             LAST - 1,
-            Box::new(move || stop.ask("the world changes")),
+            Box::new(move || stop.ask("the world changes", false)),
         ))
     }));
     assert_eq!(restarted.train(3).summary.steps, LAST);

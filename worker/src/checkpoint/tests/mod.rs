@@ -10,7 +10,7 @@ use tempfile::TempDir;
 
 use super::storage::{Disk, DiskStep, Storage};
 use super::{
-    CheckpointError, Extent, Reader, Rng, State, StateSource as _, TensorKind, TensorName, Which, Writer,
+    CheckpointError, Extent, Reader, Rng, State, TensorKind, TensorName, Which, Writer,
     step_name,
 };
 use crate::device::DType;

@@ -20,8 +20,8 @@ mod save_thread;
 
 pub(super) use checkpoints::{Checkpoints, Position, SavedRun, failed_saves, identity};
 pub(super) use kept::{Kept, UnfinishedStep, exchange, recover};
-pub(super) use owned_state::{RankState, load, snapshot};
+pub(super) use owned_state::{RankState, load};
 pub use recovery::{Decision, GoOn, Held, Place, Version, decide};
 pub(super) use rescale::{BatchBefore, allowed_sizes, rescale};
-pub(super) use resume::{Origin, compare, document, open_checkpoint};
-pub use resume::{RankSnapshot, RunSnapshot, check_initial_weights, check_resumes};
+pub(super) use resume::{Origin, document, open_checkpoint};
+pub use resume::{check_initial_weights, check_resumes};

@@ -6,8 +6,7 @@
 
 use std::ops::Range;
 
-use super::resume::RankSnapshot;
-use crate::checkpoint::{Extent, State, StateSource, TensorKind, share_of};
+use crate::checkpoint::{Extent, Reader, TensorKind, share_of};
 use crate::device::{Arena, Buffer, DeviceError, evict};
 use crate::model::{ParamId, ParamSpec, Run};
 use crate::optim::Optimizer;
@@ -51,7 +50,7 @@ pub(super) fn written(here: RankState<'_>) -> Vec<OwnTensors> {
 }
 
 /// Loads what this rank owns of the state. Every rank calls it.
-pub(crate) fn load(here: RankState<'_>, saved: &dyn StateSource) -> Result<(), TrainError> {
+pub(crate) fn load(here: RankState<'_>, saved: &Reader) -> Result<(), TrainError> {
     let pieces = here.replica.parameters.sharding().own_pieces();
     let own = own_tensors(here, &pieces);
     let kinds: Vec<TensorKind> = own.iter().map(|tensors| tensors.kind.clone()).collect();
@@ -71,21 +70,6 @@ pub(crate) fn load(here: RankState<'_>, saved: &dyn StateSource) -> Result<(), T
     }
     home.synchronize(stream)?;
     Ok(())
-}
-
-/// Copies what this rank owns to the host, for the next generation. `state` is what a checkpoint would say of it.
-pub(crate) fn snapshot(here: RankState<'_>, state: State) -> Result<RankSnapshot, DeviceError> {
-    let own = own_tensors(here, &here.replica.parameters.sharding().own_pieces());
-    let extents = own
-        .into_iter()
-        .flat_map(|own| own.extents.into_iter().zip(own.buffers));
-    let copied = extents.map(|(extent, buffers)| {
-        let download = |buffer| here.optimizer.home().download(here.world.compute.stream, buffer);
-        let parts: Result<Vec<_>, DeviceError> = buffers.iter().map(download).collect();
-        parts.map(|parts| (extent, parts.concat()))
-    });
-    let owned = copied.collect::<Result<_, _>>()?;
-    Ok(RankSnapshot { state, owned })
 }
 
 /// Puts a copy of the state as it is now, in memory of the host that was set aside, in the place of the state itself.

@@ -8,9 +8,8 @@ use proptest::prelude::*;
 use proptest::strategy::Strategy as _;
 use tempfile::TempDir;
 
-use super::super::resume::RunSnapshot;
 use super::*;
-use crate::checkpoint::{Reader, Rng, Which, Writer, file_stem};
+use crate::checkpoint::{Rng, State, Which, Writer, file_stem};
 use crate::config::{self, Accumulate, Parallel, Pipeline, ShardGroup, Strategy, Train};
 use crate::mesh::{Axis, GRADIENTS, MeshShape};
 use crate::model::{self, AxisRole, Model, ModelPart};
@@ -146,24 +145,6 @@ fn state() -> State {
     }
 }
 
-/// What each rank keeps in memory.
-fn snapshots(model: &Model, owners: Owners, ranks: usize) -> Vec<RankSnapshot> {
-    let of_rank = |rank| {
-        let own = sharding(model, owners, rank, ranks).own_pieces();
-        let of_kind = |kind| {
-            own.iter()
-                .flat_map(move |piece| extents(kind, piece, &model.params))
-        };
-        let (kinds, state) = (kinds(), state());
-        let extents = kinds.iter().flat_map(of_kind).map(|(extent, _)| extent);
-        let owned = extents
-            .map(|extent| (extent.clone(), bytes_of(&extent)))
-            .collect();
-        RankSnapshot { state, owned }
-    };
-    (0..ranks).map(of_rank).collect()
-}
-
 #[test]
 fn every_number_of_ranks_reads_what_every_other_wrote_whoever_owns_what() {
     let model = model();
@@ -171,7 +152,6 @@ fn every_number_of_ranks_reads_what_every_other_wrote_whoever_owns_what() {
         for wrote in OWNERS {
             let folder = save(&model, wrote, writers);
             let reader = Reader::open(folder.path(), Which::Latest).unwrap();
-            let memory = RunSnapshot::of(snapshots(&model, wrote, writers)).unwrap();
             for readers in SIZES {
                 for reads in OWNERS {
                     for rank in 0..readers {
@@ -180,12 +160,7 @@ fn every_number_of_ranks_reads_what_every_other_wrote_whoever_owns_what() {
                             kinds().iter().flat_map(|kind| own.iter().map(move |p| (kind, p)))
                         {
                             for (extent, _) in extents(kind, piece, &model.params) {
-                                // In memory as on disk, for some sizes.
-                                let source = match writers + readers {
-                                    5 => &memory as &dyn StateSource,
-                                    _ => &reader,
-                                };
-                                let found = source.read(&extent).unwrap();
+                                let found = reader.read(&extent).unwrap();
                                 assert!(
                                     found == bytes_of(&extent),
                                     "{extent:?}, {wrote:?} on {writers} to {reads:?} on {readers}"
@@ -197,30 +172,6 @@ fn every_number_of_ranks_reads_what_every_other_wrote_whoever_owns_what() {
             }
         }
     }
-}
-
-#[test]
-fn what_the_ranks_that_are_left_have_not_kept_is_named() {
-    let model = model();
-    let mut left = snapshots(&model, Owners::Groups, 3);
-    let lost = left.remove(1);
-    let memory = RunSnapshot::of(left.clone()).unwrap();
-    let words = memory.read(&lost.owned[0].0).unwrap_err().to_string();
-    let Extent { range, tensor, .. } = &lost.owned[0].0;
-    let expected = format!("no rank has kept all of elements {range:?} of tensor `{tensor}` in memory");
-    assert_eq!(words, expected);
-    // Of two copies one is enough.
-    let mut copies = snapshots(&model, Owners::CopiesOfGroups, 4);
-    copies.drain(..2);
-    let memory = RunSnapshot::of(copies.clone()).unwrap();
-    assert_eq!(memory.read(&lost.owned[0].0).unwrap(), lost.owned[0].1);
-    // They must be of one step.
-    let later = RankSnapshot {
-        state: State { step: 6, ..state() },
-        owned: Vec::new(),
-    };
-    copies.push(later);
-    assert!(RunSnapshot::of(copies).is_none() && RunSnapshot::of(Vec::new()).is_none());
 }
 
 /// A mesh on which a model is trained.

@@ -3,16 +3,15 @@
 //! ranks of the one before have kept in memory: then a rank receives what it lacks from another one.
 
 use std::path::Path;
-use std::sync::Arc;
 
 use ddp_proto::words::grouped;
 use serde_json::Value;
 
 use super::recovery::{GoOn, Held};
-use crate::checkpoint::{CheckpointError, Extent, Reader, State, StateSource, Which};
+use crate::checkpoint::{Reader, State, Which};
 use crate::config::{self, Experts, TrainConfig};
 use crate::data::ORDER_VERSION;
-use crate::model::{Model, ModelPart, Overlap};
+use crate::model::{Model, ModelPart};
 use crate::parallel::{Dtypes, Signature, check_agreement};
 use crate::pretrained::PretrainedWeights;
 use crate::session::Session;
@@ -29,9 +28,6 @@ const FIXED_KEYS: &[&str] = &[
     "/run/seed",
     "/train/optimizer/kind",
 ];
-
-/// Bytes of an element: all of the state is f32.
-const WIDTH: usize = size_of::<f32>();
 
 /// Refuses what the ranks of a run that begins would refuse of `model.init_from`, if it is set.
 pub fn check_initial_weights(config: &TrainConfig) -> Result<(), TrainError> {
@@ -50,60 +46,12 @@ pub fn check_resumes(config: &TrainConfig, out_dir: &Path, step: u64) -> Result<
     compare_settings(reader.path(), &document(config), &reader.manifest().state.config)
 }
 
-/// What one rank owned of the state when its generation ended: copies on the host.
-#[derive(Clone, Debug, PartialEq)]
-pub struct RankSnapshot {
-    pub(super) state: State,
-    pub(super) owned: Vec<(Extent, Vec<u8>)>,
-}
-
-/// The state of a run in the memory of its ranks: the snapshots of enough of them, whatever their number was.
-pub struct RunSnapshot(Vec<RankSnapshot>);
-
-impl RunSnapshot {
-    /// `None` unless all are of the same step.
-    pub fn of(ranks: Vec<RankSnapshot>) -> Option<Self> {
-        let at = |rank: &RankSnapshot| (rank.state.step, rank.state.consumed_samples, rank.state.skipped);
-        let first = at(ranks.first()?);
-        ranks.iter().all(|rank| at(rank) == first).then_some(Self(ranks))
-    }
-}
-
-impl StateSource for RunSnapshot {
-    fn state(&self) -> &State {
-        &self.0[0].state
-    }
-
-    fn read(&self, part: &Extent) -> Result<Vec<u8>, CheckpointError> {
-        let mut bytes = vec![0; part.bytes() as usize];
-        let mut missing = vec![true; bytes.len() / WIDTH];
-        let owned = self.0.iter().flat_map(|rank| &rank.owned);
-        for (held, of_held) in owned.filter(|(held, _)| held.tensor == part.tensor) {
-            let Some(overlap) = Overlap::of(&part.region, &held.region) else {
-                continue;
-            };
-            for run in overlap.runs([part.range.clone(), held.range.clone()]) {
-                let starts = [run.starts[0] - part.range.start, run.starts[1] - held.range.start];
-                let ([to, from], len) = (starts.map(|start| start as usize), run.len as usize);
-                missing[to..to + len].fill(false);
-                bytes[to * WIDTH..][..len * WIDTH].copy_from_slice(&of_held[from * WIDTH..][..len * WIDTH]);
-            }
-        }
-        if missing.contains(&true) {
-            let (range, tensor) = (&part.range, &part.tensor);
-            let lost = format!("no rank has kept all of elements {range:?} of tensor `{tensor}` in memory");
-            return Err(CheckpointError::NotSaved(lost));
-        }
-        Ok(bytes)
-    }
-}
-
 /// Where the state of a run comes from.
 pub(crate) enum Origin {
     /// Published weights, if there are some, and random numbers from the seed.
     Fresh(Option<PretrainedWeights>),
-    /// A checkpoint of its own, or copies that ranks have made.
-    Saved(Arc<dyn StateSource>),
+    /// Its latest checkpoint.
+    Saved(Reader),
     /// What the ranks of the generation before still have.
     Kept {
         /// What a checkpoint would say of it.
@@ -158,7 +106,7 @@ impl Origin {
     /// What was saved with the state, if it goes on from one.
     pub(crate) fn saved(&self) -> Option<&State> {
         match self {
-            Self::Saved(source) => Some(source.state()),
+            Self::Saved(reader) => Some(&reader.manifest().state),
             Self::Kept { state, .. } => Some(state),
             Self::Fresh(_) => None,
         }

@@ -30,7 +30,7 @@ use crate::session::Session;
 use crate::timeline::Kind;
 use crate::train::TrainError;
 use crate::train::checkpointing::{
-    Checkpoints, Held, Kept, Place, Position, RankSnapshot, RankState, UnfinishedStep, Version, snapshot,
+    Checkpoints, Held, Kept, Place, Position, RankState, UnfinishedStep, Version,
 };
 use crate::train::rank_spec::RankSpec;
 use crate::train::rank_table::{RankTable, StepTable};
@@ -270,8 +270,6 @@ pub struct RunSummary {
     pub stopped: Option<String>,
     /// The run's directory.
     pub out_dir: PathBuf,
-    /// This rank's part of the state at the end, if its assignment was to keep it.
-    pub state: Option<RankSnapshot>,
 }
 
 impl<'a> Trainer<'a> {
@@ -320,7 +318,12 @@ impl<'a> Trainer<'a> {
         }
         let is_read = !self.parts.checkpoints.abandon();
         self.parts.world.comm.abandon();
-        let version = self.version.filter(|_| !is_read)?;
+        if is_read { None } else { self.keep() }
+    }
+
+    /// What the next generation can go on from, when no thread of this one uses it any more. `None` if it is not whole.
+    pub(crate) fn keep(self) -> Option<Kept> {
+        let version = self.version?;
         let state = self.parts.checkpoints.state(self.position(version.step));
         let TrainerParts {
             world,
@@ -641,12 +644,6 @@ impl<'a> Trainer<'a> {
         self.beat(done, Phase::Saving);
         let at = self.position(done);
         self.between_steps(|parts| parts.with_checkpoints(|checkpoints, here| how(checkpoints, here, at)))
-    }
-
-    /// A copy of what this rank owns of the state after `done` steps, when the run has ended.
-    pub(crate) fn snapshot(&mut self, done: u64) -> Result<RankSnapshot, TrainError> {
-        let at = self.position(done);
-        Ok((self.parts).with_checkpoints(|saved, here| snapshot(here, saved.state(at)))?)
     }
 
     fn position(&self, done: u64) -> Position {
