@@ -309,7 +309,7 @@ API void emulatorCollective() {
     of.collectives = true;
 }
 
-// For the emulated NCCL: a communicator's buffers.
+// For the emulated NCCL: a communicator's buffers; what is negative, it gives back.
 API void emulatorTake(size_t bytes) {
     std::lock_guard lock(driver().mutex);
     driver().used[current_device] += bytes;

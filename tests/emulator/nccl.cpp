@@ -6,7 +6,7 @@
 // Stricter than the real one, where that shows an error of the host: a communicator that is gone is refused by every
 // call, and so are buffers that overlap other than in place and calls of ranks that do not fit together (nccl_hub.hpp),
 // and the end of a communicator in a thread that is not on its GPU. A process that aborted one dies of SIGSEGV if it
-// runs its exit handlers.
+// runs its exit handlers, unless it has made another one since.
 // A communicator that does not block does everything in a thread of its own (nccl_comm.hpp).
 //
 //     EMULATOR_NCCL=23007        its version. Before 23000 ranks on one GPU are refused unless each has an NCCL_HOSTID
@@ -303,7 +303,9 @@ API Result ncclCommInitRankConfig(Handle *made, int size, Id id, int rank, Confi
     }
     const auto comm = std::make_shared<Comm>(rank, size, blocks, gpu, std::move(hub));
     *made = world.add(comm);
-    Driver::get().take(5 << 20);
+    // Whoever makes one has come through the aborts before.
+    world.has_aborted = false;
+    Driver::get().take(comm->memory = 5 << 20);
     const Result result = comm->start(id, blocks);
     if (result != SUCCESS && result != IN_PROGRESS) {
         world.take(*made);
@@ -369,6 +371,7 @@ API Result ncclCommDestroy(Handle handle) {
     }
     if (World::get().take(handle)) {
         comm->end();
+        Driver::get().take(-comm->memory);
     }
     return SUCCESS;
 }
@@ -385,6 +388,7 @@ API Result ncclCommAbort(Handle handle) {
     // The real one frees its memory of the device, which waits for everything there: also for operations of the other
     // communicators of the process, whatever they wait for.
     Driver::get().synchronize();
+    Driver::get().take(-comm->memory);
     return SUCCESS;
 }
 

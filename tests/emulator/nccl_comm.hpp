@@ -4,6 +4,7 @@
 // stream: whoever does not wait for it records events too early. EMULATOR_DELAY_US makes that thread late.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -45,6 +46,8 @@ class Comm : public std::enable_shared_from_this<Comm> {
     const int rank, size;
     const bool blocks;
     const Gpu gpu;
+    // Bytes of the device that it takes.
+    size_t memory = 0;
     // Scaled sums that were made: type and factor by number.
     std::map<int, std::pair<int, std::string>> sums;
 
@@ -359,7 +362,7 @@ class Comm : public std::enable_shared_from_this<Comm> {
         std::unique_lock lock(mutex);
         changed.wait(lock, [&] { return is_aborted || done == operation.request.number; });
         if (is_aborted) {
-            return;
+            return spoil(operation);
         }
         running++;
         lock.unlock();
@@ -368,10 +371,28 @@ class Comm : public std::enable_shared_from_this<Comm> {
         if (!has_ended) {
             // As a kernel that waits for another rank.
             changed.wait(lock, [&] { return (bool)is_aborted; });
+            spoil(operation);
         }
         running--;
         done++;
         changed.notify_all();
+    }
+
+    // An aborted kernel of the real one goes on without what it waits for, and writes what lies in its buffers: numbers, as
+    // a rule. Here those of which each byte is 0x3f. It does not write what it only gives: its own part of a gather in
+    // place, and all of a broadcast that it is the root of.
+    void spoil(const Operation &operation) {
+        for (const Part &part : operation.parts) {
+            std::fill_n(part.to, part.expected, 0x3f);
+        }
+        const Frame &request = operation.request;
+        const bool gives = request.what == What::all_gather || request.what == What::broadcast;
+        const size_t slice = request.what == What::all_gather ? request.bytes : operation.taken;
+        for (size_t at = 0; at < operation.taken; at += slice) {
+            if (!gives || operation.target + at != operation.source) {
+                std::fill_n(operation.target + at, slice, 0x3f);
+            }
+        }
     }
 
     // The messages of a group.

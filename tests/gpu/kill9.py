@@ -91,8 +91,11 @@ def named(out, job):
         sys.exit(f"of {ranks} ranks only these have told their end: {survivors}")
     for survivor in survivors:
         seconds = (survivor["unix_time_ns"] - killed) / 1e9
-        print(f"rank {survivor['rank']}, {seconds:.2f} s after the kill: {survivor['message']}")
-        if f"rank {VICTIM} " not in survivor["message"] or not survivor["consequence"]:
+        # It waited for a next generation: what it says is in its log.
+        log = job.logs / "attempt_0" / str(survivor["rank"]) / "stderr.log"
+        message = survivor["message"] or log.read_text().strip().split("\n")[-1]
+        print(f"rank {survivor['rank']}, {seconds:.2f} s after the kill: {message}")
+        if f"rank {VICTIM} " not in message or not survivor["consequence"]:
             sys.exit(f"rank {survivor['rank']} does not name rank {VICTIM}")
         if not 0 <= seconds <= SURVIVORS:
             sys.exit(f"rank {survivor['rank']} did not end within {SURVIVORS} s")

@@ -4,7 +4,16 @@
 //! Minutes of work, so not part of `cargo test`: `.ci/run emulated_gpu` runs them, as does
 //! `cargo test --test it -- --ignored emulated_gpu`.
 //!
-//! Not shown by this: that NVIDIA's libraries do the same, and anything about speed. `tests/gpu/run.sh` is for that.
+//! Not shown by this: that NVIDIA's libraries do the same, and anything about speed. `tests/gpu/run.sh` is for that. Of
+//! ranks that survive another one's death, only cards can tell:
+//!
+//! - that an abort ends every kernel of NCCL, also over NVLink SHARP and networks, within `RECOVERY_PATIENCE`, and leaves
+//!   no error in the context;
+//! - that an aborted gather in place leaves alone the part that the rank gives;
+//! - that new communicators, also over NVLink SHARP and a network, get the memory and the connections of those that were
+//!   aborted, and how much memory NCCL keeps from one generation to the next;
+//! - that a stream reads page-locked memory when it comes to a copy: `worker/tests/gpu_device.rs` checks it;
+//! - that a process which has lost its state opens its card once more, beside NCCL's hold on it.
 
 mod cards;
 mod inference;
@@ -17,8 +26,8 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
 use crate::harness::{
-    Daemon, Emulator, Finished, Launch, TinyJob, expect_same_losses, launch, losses, metrics, parameters,
-    wait_for_step, worker,
+    Daemon, Emulator, Finished, Launch, TinyJob, eventually, expect_same_losses, launch, losses, metrics,
+    parameters, wait_for_step, worker,
 };
 use crate::timeline::{Trace, bytes_of};
 
@@ -464,6 +473,73 @@ fn a_killed_rank_changes_nothing_in_the_result() {
             let steps = metrics(&job.out()).len();
             assert_eq!(steps, 12, "{strategy}, {death}: each step once");
         }
+    }
+}
+
+/// Bytes of rank 0's GPU at the end of a run.
+fn taken(job: &TinyJob) -> u64 {
+    let summary = std::fs::read(job.out().join("summary.json")).expect("a summary");
+    let summary: serde_json::Value = serde_json::from_slice(&summary).expect("JSON");
+    summary["device_taken"].as_u64().expect("a number")
+}
+
+/// Aborted collectives leave numbers behind, and the streams go on.
+#[test]
+#[ignore = "minutes of emulated GPUs: .ci/run emulated_gpu"]
+fn survivors_of_a_killed_rank_keep_their_processes_and_their_state() {
+    let emulator = emulator();
+    for (ranks, settings) in [
+        (2, "parallel.strategy=ddp"),
+        (4, "parallel.strategy=zero2 parallel.shard_group=2"),
+        (
+            4,
+            "parallel.strategy=zero3 parallel.shard_group=2 train.precision=bf16",
+        ),
+    ] {
+        let start = |job: &TinyJob, memory: u64| {
+            let launch = gpus(emulator, job, ranks).env("EMULATOR_DELAY_US", LATE);
+            let launch = launch.env("EMULATOR_MEMORY_MIB", &memory.to_string());
+            let launch = launch.set("train.steps=40").set("train.checkpoint_every=0");
+            settings
+                .split(' ')
+                .fold(launch, Launch::set)
+                .target("tiny.yaml")
+                .start()
+        };
+        let undisturbed = job();
+        start(&undisturbed, 1024).finish().expect_exit(0);
+        let job = job();
+        // No more than one generation needs.
+        let running = start(&job, taken(&undisturbed) / (1 << 20) + 2);
+        for (victim, generation) in (0..2).zip(2..) {
+            let workers = || -> Vec<i32> {
+                let ranks = (0..ranks).map(|rank| worker(running.pid(), &rank.to_string()));
+                ranks.collect()
+            };
+            let step = metrics(&job.out()).len() as u64 + 3;
+            wait_for_step(&job.out(), step);
+            let before = workers();
+            kill(Pid::from_raw(before[victim]), Signal::SIGKILL).expect("a living worker");
+            eventually("the next generation to train", || {
+                let lines = metrics(&job.out());
+                (lines.last()?["generation"].as_u64() == Some(generation)).then_some(())
+            });
+            let after = workers();
+            let kept = (0..before.len()).filter(|&rank| before[rank] == after[rank]);
+            let others = (0..before.len()).filter(|&rank| rank != victim);
+            assert!(kept.eq(others), "{settings}: {before:?}, then {after:?}");
+        }
+        let finished = running.finish();
+        finished.expect_exit(0).expect_stderr("kept:");
+        expect_clean_aborts(&finished);
+        let said = finished.transcript();
+        assert!(!said.contains("the run goes on from"), "{settings}: {said}");
+        assert!(
+            parameters(&job.out()) == parameters(&undisturbed.out()),
+            "{settings}: {said}"
+        );
+        let steps = metrics(&job.out()).len();
+        assert_eq!(steps, 40, "{settings}: each step once");
     }
 }
 

@@ -338,6 +338,56 @@ fn a_gpu_that_is_not_there_is_refused() {
     );
 }
 
+/// The copy reads its source when the stream comes to it, not when it is enqueued.
+#[test]
+fn a_stamp_tells_that_the_device_was_abandoned_before_the_stream_came_to_it() {
+    let Some(gpu) = gpu_support::device() else { return };
+    let (stream, other) = (gpu.stream(), gpu.named_stream("communication", true));
+    let stamps = gpu.alloc(&ArenaSpec::private("stamps", DType::F64, 3)).unwrap();
+    gpu.upload(stream, &stamps.whole(), bytemuck::cast_slice(&[5.0_f64; 3]));
+    gpu.stamp(stream, &stamps.slice(0..1));
+    gpu.synchronize(stream).unwrap();
+    let (go_on, waits) = std::sync::mpsc::channel();
+    let wait = move || waits.recv().unwrap();
+    gpu.host_side().unwrap().run(stream, Box::new(wait));
+    gpu.stamp(stream, &stamps.slice(1..2));
+    gpu.abandon();
+    go_on.send(()).unwrap();
+    // The stream skips what comes behind a collective that has failed.
+    let aborted = Event::failed(DeviceError::Upstream("aborted".into()));
+    gpu.wait_event(stream, &aborted, soon());
+    gpu.stamp(stream, &stamps.slice(2..3));
+    gpu.recover(stream, Duration::from_mins(1)).unwrap();
+    gpu.stamp(stream, &stamps.slice(2..3));
+    let bytes = gpu.download(stream, &stamps.whole()).unwrap();
+    let [before, behind, recovered]: [f64; 3] = bytemuck::pod_read_unaligned(&bytes);
+    assert!(
+        before == 0.0 && behind.is_nan() && recovered == 0.0,
+        "{before} {behind} {recovered}"
+    );
+    assert!(
+        gpu.raw_stream(other).is_err(),
+        "a stream of the generation before"
+    );
+}
+
+/// A device that has not come to rest is used no more, and neither is one with an error of its own.
+#[test]
+fn a_device_does_not_recover_from_what_is_no_abort() {
+    let Some(gpu) = gpu_support::device() else { return };
+    let stream = gpu.stream();
+    let (go_on, waits) = std::sync::mpsc::channel();
+    let wait = move || waits.recv().unwrap();
+    gpu.host_side().unwrap().run(stream, Box::new(wait));
+    let error = gpu.recover(stream, Duration::from_millis(20)).unwrap_err();
+    assert!(matches!(error, DeviceError::TimedOut { .. }), "{error}");
+    go_on.send(()).unwrap();
+    let short = arena(gpu.as_ref(), "x", 1);
+    gpu.upload(stream, &short.whole(), &[0; 8]);
+    let error = gpu.recover(stream, Duration::from_mins(1)).unwrap_err();
+    assert!(matches!(error, DeviceError::Shape { .. }), "{error}");
+}
+
 #[test]
 fn a_device_is_found_again_behind_its_trait() {
     let Some(gpu) = gpu_support::device() else { return };

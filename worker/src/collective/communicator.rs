@@ -250,8 +250,8 @@ impl Communicator {
         }
     }
 
-    /// Instead of [`Communicator::shutdown`] where the process is about to end because something failed: on a stream,
-    /// waits a bounded time for the abort, so that no library runs while the process ends.
+    /// Instead of [`Communicator::shutdown`] where something failed: on a stream, aborts what is in it, and waits for that a
+    /// bounded time, so that no library runs while the process ends.
     pub fn abandon(&self) {
         // Elsewhere an operation may hold the driver.
         if matches!(self.0.queue, Queue::Stream) {

@@ -91,8 +91,8 @@ pub trait Transport: Send {
     /// Waits for what is in the stream and leaves the group. The last call.
     fn shutdown(&mut self, _wait: &Wait) {}
 
-    /// Instead of [`Transport::shutdown`] where the process is about to end because something failed: waits, a
-    /// bounded time, for the operations of this group and of its subgroups to be aborted. The last call.
+    /// Instead of [`Transport::shutdown`] where something failed: aborts the operations of this group and of its subgroups, and
+    /// waits for that a bounded time. The last call.
     fn abandon(&mut self) {}
 }
 

@@ -151,8 +151,8 @@ impl CudaContext {
         &self.account
     }
 
-    /// From now on nobody waits for the device to come to rest, and its memory stays until the process ends: what is in
-    /// flight may never end, and whoever frees memory would wait for it.
+    /// From now on nobody waits for the device to come to rest, and its memory stays until the process ends or the device
+    /// recovers: what is in flight may never end, and whoever frees memory would wait for it.
     pub fn abandon(&self) {
         self.abandoned.store(true, Ordering::Relaxed);
     }
@@ -160,13 +160,25 @@ impl CudaContext {
     /// Waits, no longer than `patience`, until nothing is in flight, so that memory may be given back. An error if that is
     /// not to be: the device has failed, does not come to an end, or was abandoned.
     pub(crate) fn come_to_rest(&self, patience: Duration) -> Result<(), DeviceError> {
+        self.await_rest(patience, || self.abandoned.load(Ordering::Relaxed))
+    }
+
+    /// Takes what was abandoned into use again, once nothing is in flight: what might never have ended was aborted. An
+    /// error if it does not end within `patience`, or the device has failed.
+    pub(crate) fn recover(&self, patience: Duration) -> Result<(), DeviceError> {
+        self.await_rest(patience, || false)?;
+        self.abandoned.store(false, Ordering::Relaxed);
+        Ok(())
+    }
+
+    fn await_rest(&self, patience: Duration, is_given_up: impl Fn() -> bool) -> Result<(), DeviceError> {
         self.bind()?;
         self.streams.come_to_rest(patience, |stream| {
-            if self.abandoned.load(Ordering::Relaxed) {
+            if is_given_up() {
                 return Some(Err(DeviceError::Upstream("the device was abandoned".into())));
             }
             // SAFETY: the stream is alive: whoever destroys it takes it out of the streams before.
-            answer(unsafe { calls::stream_query(stream.0) }, "of freed memory")
+            answer(unsafe { calls::stream_query(stream.0) }, "that was to end")
         })
     }
 

@@ -141,6 +141,13 @@ impl CudaStream {
         self.state.lock().error.clone()
     }
 
+    /// Forgets that it skipped operations because something failed that it waited for. Any other error is returned.
+    pub(crate) fn forget_upstream(&self) -> Result<(), DeviceError> {
+        let error = self.state.lock().error.take();
+        let own = error.filter(|error| !matches!(error, DeviceError::Upstream(_)));
+        own.map_or(Ok(()), Err)
+    }
+
     /// The event "all that is in the stream now has run"; `timed` if time is measured from or to it.
     pub(crate) fn record(&self, timed: bool) -> Result<CudaEvent, DeviceError> {
         self.context.bind()?;

@@ -9,7 +9,8 @@ use std::any::Any;
 use std::ffi::c_void;
 use std::mem::take;
 use std::sync::Arc;
-use std::time::Instant;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
 use cudarc::driver::sys;
 use parking_lot::{Mutex, RwLock};
@@ -32,6 +33,8 @@ pub struct CudaDevice {
     events: Arc<EventPool>,
     pinned: Arc<PinnedPool>,
     streams: RwLock<Vec<Result<Arc<CudaStream>, DeviceError>>>,
+    /// What [`Device::stamp`] copies: an f64.
+    stamp: PinnedMemory,
 }
 
 impl CudaDevice {
@@ -42,6 +45,7 @@ impl CudaDevice {
         Ok(Self {
             events: EventPool::new(context.clone()),
             pinned: PinnedPool::new(context.clone()),
+            stamp: PinnedMemory::new(&context, size_of::<f64>())?,
             streams: RwLock::default(),
             kernels: DeviceKernels::new(context, options),
         })
@@ -55,6 +59,18 @@ impl CudaDevice {
     /// The driver's side of it.
     pub const fn context(&self) -> &Arc<CudaContext> {
         self.kernels.context()
+    }
+
+    /// Before the first communicator is aborted: see [`CudaContext::abandon`] and [`Device::stamp`].
+    pub fn abandon(&self) {
+        self.context().abandon();
+        self.set_stamp(f64::NAN);
+    }
+
+    fn set_stamp(&self, stamp: f64) {
+        // SAFETY: the memory is aligned to a page, zeroed, and lives as long as `self`; beside this, only the device reads it.
+        let place = unsafe { AtomicU64::from_ptr(self.stamp.ptr().cast()) };
+        place.store(stamp.to_bits(), Ordering::SeqCst);
     }
 
     /// A stream with a name for errors and traces. Work of an `urgent` one goes before that of others: a
@@ -199,6 +215,31 @@ impl Device for CudaDevice {
 
     fn is_asynchronous(&self) -> bool {
         true
+    }
+
+    fn stamp(&self, stream: Stream, dst: &Buffer) {
+        self.attempt(stream, "stamp", |stream, _| {
+            expect_same_bytes("stamp", size_of::<f64>(), dst.bytes())?;
+            let target = self.address(dst)?.raw();
+            // SAFETY: the page-locked memory has so many bytes, and lives as long as the device, which drops its streams before.
+            let copied =
+                unsafe { calls::copy_in(target, self.stamp.ptr().cast(), dst.bytes(), stream.raw()) };
+            copied.map_err(|error| driver_error("cannot copy the stamp".to_owned(), error))
+        });
+    }
+
+    fn recover(&self, stream: Stream, patience: Duration) -> Result<(), DeviceError> {
+        self.context().recover(patience)?;
+        self.set_stamp(0.0);
+        for (number, other) in self.streams.write().iter_mut().enumerate() {
+            if let Ok(other) = other {
+                other.forget_upstream()?;
+            }
+            if number != stream.0 as usize {
+                *other = Err(DeviceError::Upstream("the stream has gone".into()));
+            }
+        }
+        Ok(())
     }
 
     fn fetch(&self, stream: Stream, src: &Buffer) -> Fetch {

@@ -28,7 +28,7 @@ pub use offload::{HostState, PIECE, StateBytes, StateMemory, StatePlace, evict, 
 
 use std::any::Any;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use bytemuck::NoUninit;
 
@@ -94,6 +94,19 @@ pub trait Device: Any + Send + Sync {
     /// later, when more work is in the stream, so that the device does not wait for the host.
     fn is_asynchronous(&self) -> bool {
         false
+    }
+
+    /// Writes into `dst`, `[1]`, f64, in stream order: NaN if by then the device was abandoned, so that what the stream waited
+    /// for may have been aborted. Else 0; a device that is never abandoned leaves the 0 that is there.
+    fn stamp(&self, _stream: Stream, _dst: &Buffer) {}
+
+    /// When collectives have failed and were aborted: waits, no longer than `patience`, until nothing is in flight, so that
+    /// `stream` and memory can be used again. Other streams are gone. Of operations that failed with the collectives nothing is
+    /// told; any other error is returned, and what the memory contains is then unknown.
+    fn recover(&self, stream: Stream, _patience: Duration) -> Result<(), DeviceError> {
+        // It has skipped operations since it waited for one that failed.
+        let _ = self.synchronize(stream);
+        Ok(())
     }
 
     /// Puts a copy of `src` into memory of the host, in stream order. A device that runs asynchronously has its own;

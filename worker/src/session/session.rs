@@ -110,9 +110,9 @@ impl Session {
         self.outlives.load(Ordering::Relaxed)
     }
 
-    /// From now on it can.
-    pub fn set_outlives(&self) {
-        self.outlives.store(true, Ordering::Relaxed);
+    /// From now on it can, or cannot.
+    pub fn set_outlives(&self, outlives: bool) {
+        self.outlives.store(outlives, Ordering::Relaxed);
     }
 
     /// `outlives` is set where the worker comes from another generation.

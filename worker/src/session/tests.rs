@@ -454,7 +454,7 @@ fn a_worker_that_outlives_its_generation_gets_a_place_in_the_next_one() {
     let agent = FakeAgent::listen();
     let (session, _peer) = agent.session();
     assert!(!session.outlives());
-    session.set_outlives();
+    session.set_outlives(true);
     std::thread::scope(|scope| {
         let next = scope.spawn(|| session.park());
         let mut peer = agent.accept();

@@ -143,18 +143,6 @@ impl Situation {
 }
 
 impl Choice {
-    /// True if this process can go on when a generation has ended in the middle of a step: what it was doing then has run, or
-    /// never will.
-    pub(super) fn outlives(&self, train: &Train) -> bool {
-        let runs_at_once = match self {
-            Self::Given(device) => !device.is_asynchronous(),
-            Self::Cpu => true,
-            Self::Gpu(_) => false,
-        };
-        let is_offloaded = train.offload.optimizer != OffloadTarget::None;
-        runs_at_once && !is_offloaded && train.optimizer.kind != OptimizerKind::Muon
-    }
-
     /// The choice for this rank; `given` is the caller's device, and the run in the folder goes on if it `continues`. What
     /// a node lacks after the first generation is the node's failure, not the job's.
     pub(super) fn of(
@@ -225,6 +213,11 @@ impl Choice {
             })?),
         })
     }
+}
+
+/// True if a process can go on when a generation has ended in the middle of a step: its update has run, or never will.
+pub(super) fn outlives(train: &Train) -> bool {
+    train.offload.optimizer == OffloadTarget::None && train.optimizer.kind != OptimizerKind::Muon
 }
 
 /// NCCL has no way between the parts of a GPU, and CUDA shows a process only one of them.

@@ -65,11 +65,17 @@ fn rows_of<const WIDTH: usize>(bytes: &[u8]) -> impl Iterator<Item = [f64; WIDTH
 }
 
 /// Numbers of one rank in a step.
-const WIDTH: usize = 4;
+const WIDTH: usize = 6;
 
 /// The row of a rank in a step: the sum of its losses, their number (both 0 if another stage makes them), its request to
-/// stop (above 0), and its progress with the checkpoint that is being written. Ignored positions are not counted. The numbers go from the device to the other ranks before the update,
-/// and to the host when it asks for them.
+/// stop (above 0), its progress with the checkpoint that is being written, the number of the step, and the stamp of its
+/// device. Ignored positions are not counted. The numbers go from the device to the other ranks before the update, and to the
+/// host when it asks for them.
+///
+/// An aborted collective of NCCL leaves anything in its output, and lets the stream go on; to the other ranks it may have
+/// sent anything. So each rank stamps its row when the stream has passed the sums and the norm, and once more when it has
+/// passed the exchange of the rows. A stamp is finite only if no abort had begun until then. With one that is not, the update
+/// is skipped: on this rank, and on those that get the row. A row of another step was left by an aborted exchange.
 pub(crate) struct StepTable(RankTable<WIDTH>);
 
 /// The rows of a [`StepTable`], on the host.
@@ -93,10 +99,17 @@ impl StepTable {
 
     /// Gathers the rows. Every rank must call it; `positions` is the number of losses in what was added. Where nothing ever
     /// is, the sum stays 0.
-    pub(crate) fn share(&self, positions: usize, stop: bool, save: f64) -> Work {
-        self.0
-            .write(1, &[positions as f64, f64::from(u8::from(stop)), save]);
+    pub(crate) fn share(&self, step: u64, positions: usize, stop: bool, save: f64) -> Work {
+        let stop = f64::from(u8::from(stop));
+        self.0.write(1, &[positions as f64, stop, save, step as f64]);
+        self.stamp();
         self.0.share("losses")
+    }
+
+    /// Stamps this rank's row: before it is sent, and when the stream has all rows.
+    pub(crate) fn stamp(&self) {
+        let Compute { device, stream } = &self.0.world.compute;
+        device.stamp(*stream, &self.0.own(WIDTH - 1..WIDTH));
     }
 
     /// The rows of all ranks, on the device: none of the numbers may be infinite or NaN.
@@ -126,12 +139,18 @@ impl StepRows {
 
     /// True if any rank was asked to stop.
     pub(crate) fn stop(&self) -> bool {
-        self.0.iter().any(|[.., stop, _]| *stop > 0.0)
+        self.0.iter().any(|[_, _, stop, ..]| *stop > 0.0)
     }
 
     /// How far each rank is with the checkpoint that is being written.
     pub(crate) fn saves(&self) -> Vec<f64> {
-        self.0.iter().map(|[.., save]| *save).collect()
+        self.0.iter().map(|[_, _, _, save, ..]| *save).collect()
+    }
+
+    /// The first rank that has not taken part in this step to its end.
+    pub(crate) fn left_in(&self, step: u64) -> Option<usize> {
+        let takes_part = |[.., number, stamp]: &[f64; WIDTH]| *number == step as f64 && stamp.is_finite();
+        self.0.iter().position(|row| !takes_part(row))
     }
 
     /// The first rank whose loss is not finite, and that loss.
@@ -147,20 +166,34 @@ mod tests {
 
     #[test]
     fn every_position_weighs_the_same() {
-        let numbers = [[12.0, 4.0, 0.0, 1.0], [0.0, 0.0, 0.0, 0.0], [3.0, 1.0, 1.0, 2.0]];
+        let numbers = [
+            [12.0, 4.0, 0.0, 1.0, 7.0, 0.0],
+            [0.0, 0.0, 0.0, 0.0, 7.0, 0.0],
+            [3.0, 1.0, 1.0, 2.0, 7.0, 0.0],
+        ];
         let rows = StepRows::read(bytemuck::cast_slice(&numbers));
         assert_eq!(rows.mean_loss(), 3.0);
         assert!(rows.stop());
         assert_eq!(rows.saves(), [1.0, 0.0, 2.0]);
-        assert_eq!(rows.not_finite(), None);
+        assert_eq!((rows.not_finite(), rows.left_in(7)), (None, None));
+    }
+
+    #[test]
+    fn rows_of_another_step_and_those_behind_an_abort_do_not_count() {
+        let mut numbers = [[1.0, 1.0, 0.0, 0.0, 7.0, 0.0]; 3];
+        numbers[1][4] = 6.0;
+        let rows = |numbers: &[[f64; WIDTH]]| StepRows::read(bytemuck::cast_slice(numbers));
+        assert_eq!(rows(&numbers).left_in(7), Some(1));
+        numbers[1][4..].copy_from_slice(&[7.0, f64::NAN]);
+        assert_eq!(rows(&numbers).left_in(7), Some(1));
     }
 
     #[test]
     fn the_first_rank_without_a_finite_loss_is_named() {
         let numbers = [
-            [12.0, 4.0, 0.0, 0.0],
-            [f64::INFINITY, 4.0, 0.0, 0.0],
-            [f64::NAN, 4.0, 0.0, 0.0],
+            [12.0, 4.0, 0.0, 0.0, 1.0, 0.0],
+            [f64::INFINITY, 4.0, 0.0, 0.0, 1.0, 0.0],
+            [f64::NAN, 4.0, 0.0, 0.0, 1.0, 0.0],
         ];
         let rows = StepRows::read(bytemuck::cast_slice(&numbers));
         assert_eq!(rows.not_finite(), Some((1, f64::INFINITY)));

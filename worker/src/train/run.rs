@@ -101,12 +101,19 @@ fn train(
     let mut prepared = prepare(&config, opened, joined, kept)?;
     let begun = prepared.begin();
     let ended = begun.and_then(|()| run(&mut prepared, started));
-    match &ended {
-        // Before memory is freed that a collective in flight may use.
-        Err(error) => *kept = prepared.trainer.abandon(error),
-        Ok(summary) if summary.stopped.is_some() => *kept = prepared.trainer.keep(),
-        Ok(_) => {}
-    }
+    // Before memory is freed that a collective in flight may use.
+    let state = match &ended {
+        Err(error) => prepared.trainer.abandon(error),
+        Ok(summary) if summary.stopped.is_some() => prepared.trainer.keep(),
+        Ok(_) => Ok(None),
+    };
+    *kept = state.unwrap_or_else(|error| {
+        warn(&format!(
+            "this process cannot go on in another generation: {error}"
+        ));
+        assignment.session.set_outlives(false);
+        None
+    });
     ended
 }
 

@@ -10,7 +10,7 @@ use super::checkpointing::{
     BatchBefore, Checkpoints, Kept, Origin, SavedRun, allowed_sizes, check_initial_weights,
     document, exchange, identity, load, open_checkpoint, recover, rescale,
 };
-use super::device_choice::Choice;
+use super::device_choice::{Choice, outlives};
 use super::rank_spec::RankSpec;
 use super::rank_table::{RankTable, StepTable};
 use super::reporting::ProfilingWindow;
@@ -109,9 +109,7 @@ pub(super) fn open<'a>(
     let dataset = Dataset::open(&config.data, config.model.block_size, &config.vocabulary)?;
     let begins = !is_restarted(env) && RunDir::begins(&config.run, &env.run_id);
     let choice = Choice::of(config, session, assignment.device.clone(), !begins)?;
-    if choice.outlives(&config.train) {
-        session.set_outlives();
-    }
+    session.set_outlives(outlives(&config.train));
     agree(assignment, &spec, &whole, &dataset, &choice)?;
     if begins {
         // Before the folder is made, or emptied.
@@ -186,6 +184,9 @@ pub(super) fn prepare<'a>(
         // The first stream of a device is the one that computes.
         None => Compute::new(opened.choice.open(config, session.env())?),
     };
+    // Until its communicators and all memory are there, it frees nothing behind an abort.
+    let may_outlive = session.outlives();
+    session.set_outlives(may_outlive && !compute.device.is_asynchronous());
     let taken_before = compute.device.taken_bytes();
     let world = World::connect(config, session, compute, transport.clone(), spec.strategy.mesh)?;
     *joined = Some(world.clone());
@@ -210,6 +211,7 @@ pub(super) fn prepare<'a>(
         Some(kept) => kept.settle(&spec, &replica.parameters, &home)?,
         None => spec.optimizer(&replica.parameters, &home)?,
     };
+    session.set_outlives(may_outlive);
     let saved = opened.origin.saved();
     clip.resume(saved.map_or(0, State::updates));
     let parts = TrainerParts {

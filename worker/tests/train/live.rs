@@ -8,6 +8,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Barrier};
 
+use crate::train_support::deferred::DeferredDevice;
 use crate::train_support::hooked::{Hooks, hooked};
 use crate::train_support::{Job, Trained, assert_same};
 use ddp_proto::ids::Generation;
@@ -25,28 +26,52 @@ const STEPS: u64 = 6;
 struct Killed;
 
 /// Counts operations. The rank dies before the last one that it may carry out.
+#[derive(Clone)]
 struct Mortal {
     begun: Arc<AtomicU64>,
     last: u64,
 }
 
-impl Hooks for Mortal {
-    fn enqueue(&self, cpu: &CpuDevice, stream: Stream, op: Op) {
+impl Mortal {
+    fn begin(&self) {
         if self.begun.fetch_add(1, Ordering::Relaxed) + 1 == self.last {
             resume_unwind(Box::new(Killed));
         }
+    }
+}
+
+impl Hooks for Mortal {
+    fn enqueue(&self, cpu: &CpuDevice, stream: Stream, op: Op) {
+        self.begin();
         cpu.enqueue(stream, op);
     }
 }
 
-fn mortal(last: u64, begun: &Arc<AtomicU64>) -> Arc<dyn Device> {
-    let begun = begun.clone();
-    hooked(Mortal { begun, last })
+/// Makes the device of a rank that dies.
+type MakeMortal = fn(Mortal) -> Arc<dyn Device>;
+
+/// Runs operations at once.
+fn at_once(mortal: Mortal) -> Arc<dyn Device> {
+    hooked(mortal)
+}
+
+/// The host is a step ahead, and skips what is behind a collective that has failed.
+fn deferred(mortal: Mortal) -> Arc<dyn Device> {
+    Arc::new(DeferredDevice::hooked(move || mortal.begin()))
 }
 
 /// A device of a rank that lives.
 fn sound() -> Arc<dyn Device> {
-    mortal(NEVER, &Arc::default())
+    at_once(living())
+}
+
+fn living() -> Mortal {
+    dying_before(NEVER)
+}
+
+fn dying_before(last: u64) -> Mortal {
+    let begun = Arc::default();
+    Mortal { begun, last }
 }
 
 const NEVER: u64 = u64::MAX;
@@ -214,11 +239,24 @@ fn job(change: impl FnOnce(&mut TrainConfig)) -> Job {
 /// Each of the ranks dies at each `stride`th operation of two steps, and every third replacement once more. Then each rank
 /// misses the losses of a step.
 fn nothing_changes(what: &str, world: u32, stride: usize, change: impl FnOnce(&mut TrainConfig)) {
+    nothing_changes_on(at_once, what, world, stride, change);
+}
+
+fn nothing_changes_on(
+    device: MakeMortal,
+    what: &str,
+    world: u32,
+    stride: usize,
+    change: impl FnOnce(&mut TrainConfig),
+) {
     let job = job(change);
     let worlds = [world; 3];
     let begun = Arc::new(AtomicU64::new(0));
     run(&job, &worlds, &|rank, _, session| Assignment {
-        device: Some(if rank == 0 { mortal(NEVER, &begun) } else { sound() }),
+        device: Some(device(Mortal {
+            begun: if rank == 0 { begun.clone() } else { Arc::default() },
+            last: NEVER,
+        })),
         ..Assignment::of(session)
     });
     let (expected, operations) = (outcome(&job), begun.load(Ordering::Relaxed));
@@ -238,11 +276,11 @@ fn nothing_changes(what: &str, world: u32, stride: usize, change: impl FnOnce(&m
         ];
         fs::remove_dir_all(job.out_dir()).unwrap();
         run(&job, &worlds, &|rank, generation, session| Assignment {
-            device: Some(if rank == victim {
-                mortal(last[generation], &Arc::default())
+            device: Some(device(if rank == victim {
+                dying_before(last[generation])
             } else {
-                sound()
-            }),
+                living()
+            })),
             ..Assignment::of(session)
         });
         let what = format!("{what}, rank {victim} before operations {last:?}");
@@ -252,7 +290,7 @@ fn nothing_changes(what: &str, world: u32, stride: usize, change: impl FnOnce(&m
     for deaf in 0..world as usize {
         fs::remove_dir_all(job.out_dir()).unwrap();
         run(&job, &worlds, &|rank, generation, session| Assignment {
-            device: Some(sound()),
+            device: Some(device(living())),
             transport: (rank == deaf && generation == 0).then(deafening),
             ..Assignment::of(session)
         });
@@ -269,6 +307,15 @@ fn nothing_changes(what: &str, world: u32, stride: usize, change: impl FnOnce(&m
 #[test]
 fn ddp_loses_no_step() {
     nothing_changes("ddp", 3, 11, |_| ());
+}
+
+#[test]
+fn devices_that_run_later_lose_no_step() {
+    nothing_changes_on(deferred, "ddp, deferred", 3, 23, |_| ());
+    nothing_changes_on(deferred, "zero2, deferred", 4, 61, |c| {
+        c.parallel.strategy = Strategy::Zero2;
+        c.parallel.shard_group = Some(ShardGroup::Ranks(2));
+    });
 }
 
 #[test]

@@ -440,17 +440,23 @@ impl Comm {
         self.handle.try_lock()?.as_mut()?.is_settled().err()
     }
 
-    /// Stores why it is aborted, and logs its last operations. The first reason stays.
+    /// Stores why it is aborted, and logs its last operations if some have not ended. The first reason stays.
     pub(super) fn fail(&self, reason: AbortReason) {
         let failure = reason.failure.clone();
         let mut recorder = self.recorder.lock();
-        recorder.update(Instant::now());
-        let first_open = recorder.first_open;
-        if self.failed.set(Failed { reason, first_open }).is_err() {
+        if self.failed.get().is_some() {
             return;
         }
-        // Memory is freed on the way to the report of the error, which must not wait.
-        self.stream.gpu().context().abandon();
+        // Before the watchdog knows, so before the first abort: the stream must be able to tell what it passed. Memory is freed
+        // on the way to the report of the error, which must not wait.
+        self.stream.gpu().abandon();
+        recorder.update(Instant::now());
+        let first_open = recorder.first_open;
+        // The lock is held.
+        let _ = self.failed.set(Failed { reason, first_open });
+        if recorder.in_flight.is_empty() {
+            return;
+        }
         tracing::error!(
             "rank {}: communicator `{}` is abandoned: {failure}\nits last operations:\n{}",
             self.membership.global(),

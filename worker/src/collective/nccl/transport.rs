@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::comm::{Comm, CommStream, Membership};
+use super::comm::{AbortReason, Comm, CommStream, Membership};
 use super::library::{Handle, Nccl, UniqueId};
 use super::watchdog::Watchdog;
 use crate::collective::error::Failure;
@@ -117,6 +117,11 @@ impl Transport for NcclTransport {
     }
 
     fn abandon(&mut self) {
+        let left = "this rank has left the generation".to_owned();
+        self.comm.fail(AbortReason {
+            failure: Failure::GenerationOver(left),
+            sequence: None,
+        });
         await_aborts(&self.watchdog, &self.comm.membership().name);
     }
 }

@@ -129,6 +129,8 @@ pub(crate) fn recover(
     if !is_restarted(env) {
         return Ok(None);
     }
+    // A GPU may have no room for both layouts at once.
+    kept.take_if(|kept| kept.compute.device.is_asynchronous() && kept.own(spec).is_none());
     let exchange = StoreExchange {
         store: store.as_ref(),
         wait: &Wait::new(timeout(&spec.config), &session.cancel()),

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use crate::collective::{WireBytes, Work};
-use crate::device::Fetch;
+use crate::device::{DeviceError, Fetch};
 use crate::parallel::{CommTimes, DeviceTimes};
 use crate::train::TrainError;
 use crate::train::rank_table::StepRows;
@@ -31,8 +31,8 @@ impl StepTimes {
     }
 }
 
-/// A step that the host has enqueued, and that the device may still have to run.
-pub(crate) struct EnqueuedStep {
+/// What the host knows of a step that it has enqueued.
+pub(crate) struct StepNumbers {
     /// From 0.
     pub(crate) step: u64,
     /// Samples of all ranks.
@@ -45,6 +45,11 @@ pub(crate) struct EnqueuedStep {
     pub(crate) started: Instant,
     /// Bytes that this rank sent.
     pub(crate) sent: WireBytes,
+}
+
+/// A step that the host has enqueued, and that the device may still have to run.
+pub(crate) struct EnqueuedStep {
+    pub(crate) numbers: StepNumbers,
     /// Collectives that the stream waits for.
     pub(super) collectives: Vec<Work>,
     /// Losses and norm.
@@ -55,6 +60,7 @@ pub(crate) struct EnqueuedStep {
 
 /// What a step that the device has run came to.
 pub(crate) struct StepResult {
+    pub(crate) numbers: StepNumbers,
     /// Numbers of all ranks.
     pub(crate) rows: StepRows,
     /// Norm of the averaged gradients before clipping.
@@ -65,14 +71,25 @@ pub(crate) struct StepResult {
 
 impl EnqueuedStep {
     /// Waits until the device has run the step.
-    pub(crate) fn result(self, world: &World) -> Result<StepResult, TrainError> {
-        let deadline = world.deadline();
-        for work in self.collectives {
-            work.wait(deadline)?;
+    pub(crate) fn result(mut self, world: &World) -> Result<StepResult, TrainError> {
+        for work in self.collectives.drain(..) {
+            work.wait(world.deadline())?;
         }
+        self.read(world.deadline())
+    }
+
+    /// The result, as far as the device has come. An error if some rank has left in the step.
+    pub(crate) fn read(self, deadline: Instant) -> Result<StepResult, TrainError> {
         let [rows, norm] = self.fetches;
+        let rows = StepRows::read(&rows.wait(deadline)?);
+        let step = self.numbers.step + 1;
+        if let Some(rank) = rows.left_in(step) {
+            let what = format!("rank {rank} has left the generation in step {step}");
+            return Err(DeviceError::Upstream(what).into());
+        }
         Ok(StepResult {
-            rows: StepRows::read(&rows.wait(deadline)?),
+            rows,
+            numbers: self.numbers,
             norm: bytemuck::pod_read_unaligned(&norm.wait(deadline)?),
             routers: self.routers.map(|fetch| fetch.wait(deadline)).transpose()?,
         })

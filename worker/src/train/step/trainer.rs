@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use ddp_proto::control::{Phase, Progress};
 
-use super::enqueued_step::{EnqueuedStep, StepResult, StepTimes};
+use super::enqueued_step::{EnqueuedStep, StepNumbers, StepResult, StepTimes};
 use super::evaluation::mean_loss;
 use super::nonfinite::{Decision, Inspection, Skips};
 use super::training_row::{TrainingRow, sample_key};
@@ -21,7 +21,7 @@ use crate::collective::{WireBytes, Work};
 use crate::config::{Train, TrainConfig};
 use crate::costs::GlobalBatch;
 use crate::data::{Loader, Tokens};
-use crate::device::Compute;
+use crate::device::{Compute, DeviceError};
 use crate::metrics::{Achieved, Memory, MetricsLine};
 use crate::model::{ModelPart, NoHooks};
 use crate::optim::{Clip, Optimizer, UpdateStep, batch_factor, learning_rate};
@@ -41,6 +41,10 @@ use crate::train::row_state::RowPurpose;
 use crate::train::run_row::run_row;
 use crate::train::strategy::network;
 use crate::train::world::World;
+
+/// Longest wait for a device to come to rest when its collectives were aborted: it runs what else the host has enqueued. The
+/// launcher waits as long for its workers.
+const RECOVERY_PATIENCE: Duration = Duration::from_secs(10);
 
 /// What a rank trains with, as the run was set up. Others read it; only the trainer changes it.
 pub(crate) struct TrainerParts<'a> {
@@ -173,10 +177,10 @@ impl TrainerParts<'_> {
         }
     }
 
-    /// Sends the losses of this rank, which holds the sums and their norm: the barrier before the update.
-    fn share(&self, positions: usize) -> Work {
+    /// Sends the losses of this rank, which holds the sums of `step` and their norm: the barrier before the update.
+    fn share(&self, step: u64, positions: usize) -> Work {
         let stop = self.session.stop_requested().is_some();
-        self.step_table.share(positions, stop, self.checkpoints.code())
+        (self.step_table).share(step + 1, positions, stop, self.checkpoints.code())
     }
 
     /// Later operations of the stream run after `work`. An error that is known already is returned.
@@ -249,9 +253,13 @@ pub(crate) struct Trainer<'a> {
     carried: Duration,
     /// Numbers of the last step, sent with every heartbeat: a later one may replace one that was not sent yet.
     progress: Option<Progress>,
-    /// The state in memory. `None`: it is not whole, as within an update, or the device may not have come so far.
+    /// Steps that the device may still have to run.
+    queue: VecDeque<EnqueuedStep>,
+    /// The state in memory, on a device that runs asynchronously as far as the host has read results. `None`: it is not
+    /// whole, as within an update.
     version: Option<Version>,
-    /// The step behind it, once the sums and the norm are there.
+    /// The step behind it, once the sums and the norm are there. Only where the device runs at once: else the gradients may be
+    /// those of the step ahead.
     unfinished: Option<UnfinishedStep>,
     /// Numbers of the last step that were read.
     line: Option<MetricsLine>,
@@ -283,6 +291,7 @@ impl<'a> Trainer<'a> {
             accounted: WireBytes::default(),
             carried: Duration::ZERO,
             progress: None,
+            queue: VecDeque::new(),
             version: resumed.filter(|_| holds).map(|held| held.version),
             unfinished: None,
             line: resumed.and_then(|held| held.line.clone()),
@@ -299,7 +308,7 @@ impl<'a> Trainer<'a> {
         let (parts, parameters) = (&self.parts, &self.parts.replica.parameters);
         let resumed = parts.resumed.as_ref().map(|held| held.version);
         let version = resumed.unwrap_or_else(|| parts.version(parts.first_step));
-        self.version = parts.has_run().then_some(version);
+        self.version = Some(version);
         self.accounted = parts.sent();
         parameters.updated()?;
         // The first step has not begun.
@@ -310,21 +319,38 @@ impl<'a> Trainer<'a> {
 
     /// Abandons checkpoints and collectives in flight, because training has failed on some rank. After an error that every
     /// rank has met, the save under way ends in order. Returns what the next generation can go on from: `None` if the state
-    /// is not whole, or a thread may still read it.
-    pub(crate) fn abandon(mut self, error: &TrainError) -> Option<Kept> {
+    /// is not whole, or a thread may still read it. An error if it must go on in another process.
+    pub(crate) fn abandon(mut self, error: &TrainError) -> Result<Option<Kept>, DeviceError> {
         if error.is_unanimous() {
             // The error that counts is known already.
             let _ = self.parts.with_checkpoints(Checkpoints::drain);
         }
         let is_read = !self.parts.checkpoints.abandon();
         self.parts.world.comm.abandon();
-        if is_read { None } else { self.keep() }
+        let Compute { device, stream } = &self.parts.world.compute;
+        if device.is_asynchronous() && !self.parts.session.outlives() {
+            // Nobody waits for the device.
+            return Ok(None);
+        }
+        device.recover(*stream, RECOVERY_PATIENCE)?;
+        if device.is_asynchronous() {
+            self.unfinished = None;
+            self.read_rest();
+        }
+        if is_read { Ok(None) } else { self.keep() }
     }
 
     /// What the next generation can go on from, when no thread of this one uses it any more. `None` if it is not whole.
-    pub(crate) fn keep(self) -> Option<Kept> {
-        let version = self.version?;
+    pub(crate) fn keep(self) -> Result<Option<Kept>, DeviceError> {
+        let updates = self.parts.clip.updates()?;
+        let Some(version) = self.version else {
+            return Ok(None);
+        };
         let state = self.parts.checkpoints.state(self.position(version.step));
+        if state.updates() != updates {
+            // It has updated, but the result of the step is lost.
+            return Ok(None);
+        }
         let TrainerParts {
             world,
             replica,
@@ -332,18 +358,16 @@ impl<'a> Trainer<'a> {
             clip,
             ..
         } = self.parts;
-        // The stream skips operations since it waited for one that failed.
-        let _ = world.compute.synchronize();
         let held = Held {
             version,
             unfinished: self.unfinished.as_ref().map(|step| step.version),
-            updates: clip.updates().ok()?,
+            updates,
             samples: state.consumed_samples,
             batch: state.batch,
             place: Place::of(world.mesh.shape(), world.rank()),
             line: self.line.filter(|line| line.step == version.step),
         };
-        Some(Kept {
+        Ok(Some(Kept {
             compute: world.compute,
             own: replica.parameters.own().clone(),
             sharding: replica.parameters.sharding().clone(),
@@ -351,7 +375,18 @@ impl<'a> Trainer<'a> {
             clip: clip.alone(),
             unfinished: self.unfinished,
             held,
-        })
+        }))
+    }
+
+    /// Reads the results of the steps that the device has run to their end, when nothing is in flight on it any more.
+    fn read_rest(&mut self) {
+        for enqueued in std::mem::take(&mut self.queue) {
+            match enqueued.read(self.parts.world.deadline()) {
+                Ok(result) if result.complaint().is_none() => drop(self.note(result)),
+                // Without an update, it is done once more.
+                _ => return,
+            }
+        }
     }
 
     /// What it was made of.
@@ -375,16 +410,16 @@ impl<'a> Trainer<'a> {
         self.catch_up(recorder, outcome)?;
         // Steps that are left to the device while the next one is enqueued: the same on all ranks.
         let ahead = usize::from(self.parts.world.compute.device.is_asynchronous());
-        let mut queue = VecDeque::with_capacity(ahead + 1);
         for step in first_step..train.steps {
             self.beat(step, Phase::Training);
             if self.parts.window.opens_with(step + 1) {
                 self.between_steps(|parts| parts.window.open(&parts.world, &parts.rank_table, step + 1))?;
             }
-            queue.push_back(self.enqueue(reducer, step)?);
+            let enqueued = self.enqueue(reducer, step)?;
+            self.queue.push_back(enqueued);
             let is_awaited = self.parts.window.has_end_behind(step + 1);
             let due = Due::after(train, step + 1, if is_awaited { 0 } else { ahead });
-            self.finish_steps(&mut queue, due, reducer, recorder, outcome)?;
+            self.finish_steps(due, reducer, recorder, outcome)?;
             let is_over = self.parts.window.closes_with(step + 1) || outcome.stopped.is_some();
             if is_over && self.parts.window.is_open() {
                 self.between_steps(|parts| {
@@ -457,16 +492,17 @@ impl<'a> Trainer<'a> {
     /// stop, no step is left.
     fn finish_steps(
         &mut self,
-        queue: &mut VecDeque<EnqueuedStep>,
         due: Due,
         reducer: &mut Reducer,
         recorder: &mut Recorder,
         outcome: &mut RunSummary,
     ) -> Result<(), TrainError> {
-        while queue.len() > due.kept || (outcome.stopped.is_some() && !queue.is_empty()) {
-            let Some(oldest) = queue.pop_front() else { break };
+        while self.queue.len() > due.kept || (outcome.stopped.is_some() && !self.queue.is_empty()) {
+            let Some(oldest) = self.queue.pop_front() else {
+                break;
+            };
             let mut record = self.record_of(oldest, reducer)?;
-            if due.validation && queue.is_empty() {
+            if due.validation && self.queue.is_empty() {
                 record.line.val_loss = Some(self.validate(record.line.step)?);
                 outcome.val_loss = record.line.val_loss;
                 self.line = Some(record.line.clone());
@@ -486,7 +522,7 @@ impl<'a> Trainer<'a> {
                 outcome.stopped = Some(self.parts.stop_cause());
             }
             if self.skips.is_skipping() {
-                self.release(queue, reducer)?;
+                self.release(reducer)?;
             }
         }
         Ok(())
@@ -494,21 +530,18 @@ impl<'a> Trainer<'a> {
 
     /// After a skipped step: the device has skipped those behind it as well, so that the parameters were still those of
     /// the skipped step when it was inspected. They run once more, and count; what both runs sent and took is theirs.
-    fn release(
-        &mut self,
-        queue: &mut VecDeque<EnqueuedStep>,
-        reducer: &mut Reducer,
-    ) -> Result<(), TrainError> {
+    fn release(&mut self, reducer: &mut Reducer) -> Result<(), TrainError> {
         let (began, mut held) = (Instant::now(), Vec::new());
-        for enqueued in queue.drain(..) {
-            held.push((enqueued.step, enqueued.sent));
+        for enqueued in std::mem::take(&mut self.queue) {
+            held.push((enqueued.numbers.step, enqueued.numbers.sent));
             self.result_of(enqueued, reducer)?;
         }
         self.parts.clip.release();
         for (step, sent) in held {
             let mut again = self.enqueue(reducer, step)?;
-            (again.started, again.sent) = (began, again.sent + sent);
-            queue.push_back(again);
+            let numbers = &mut again.numbers;
+            (numbers.started, numbers.sent) = (began, numbers.sent + sent);
+            self.queue.push_back(again);
         }
         Ok(())
     }
@@ -517,8 +550,7 @@ impl<'a> Trainer<'a> {
     fn result_of(&self, enqueued: EnqueuedStep, reducer: &Reducer) -> Result<StepResult, TrainError> {
         let result = enqueued.result(&self.parts.world);
         // What failed behind a step that has run is the next one's.
-        let is_whole = result.is_ok() && !self.parts.world.compute.device.is_asynchronous();
-        let failure = self.failure(reducer).filter(|_| !is_whole);
+        let failure = self.failure(reducer).filter(|_| result.is_err());
         failure.map_or(result, Err)
     }
 
@@ -530,59 +562,13 @@ impl<'a> Trainer<'a> {
 
     /// The record of a step, once the device has run it.
     fn record_of(&mut self, enqueued: EnqueuedStep, reducer: &Reducer) -> Result<StepRecord, TrainError> {
-        let (step, samples, lr, sent) = (enqueued.step, enqueued.samples, enqueued.lr, enqueued.sent);
-        let (mut times, began) = (enqueued.times, enqueued.started.max(self.finished));
-        let device_times = enqueued.device_times.clone();
         let result = self.result_of(enqueued, reducer)?;
-        self.finished = Instant::now();
-        times.step = self.finished - began;
-        // All of the step has run, and the failures were read after that.
-        for device_times in device_times {
-            times.account(device_times.times());
-        }
         self.parts
             .with_checkpoints(|checkpoints, here| checkpoints.receive(here, &result.rows.saves()));
         let complaint = result.complaint();
         let decision = self.skips.judge(complaint.is_none());
-        let routers = self.parts.replica.routers.as_ref().zip(result.routers.as_deref());
-        let experts = routers.map(|(table, bytes)| table.read(bytes));
-        let stalled = self.parts.checkpoints.take_stalled();
-        let (loader, env) = (&self.parts.loader, self.parts.session.env());
-        let block_size = self.parts.config.model.block_size as u64;
-        let ms = |duration: Duration| duration.as_secs_f64() * 1e3;
-        let record = StepRecord {
-            line: MetricsLine {
-                step: step + 1,
-                epoch: loader.epoch_before(step + 1),
-                loss: result.rows.mean_loss(),
-                val_loss: None,
-                experts,
-                lr: f64::from(lr),
-                grad_norm: f64::from(result.norm),
-                skipped: self.skips.total(),
-                tokens: loader.consumed_before(step + 1) * block_size,
-                tokens_per_s: (samples * block_size) as f64 / times.step.as_secs_f64().max(1e-9),
-                achieved: Achieved::default(),
-                step_ms: ms(times.step),
-                data_ms: ms(times.data),
-                forward_ms: ms(times.forward),
-                backward_ms: ms(times.backward),
-                comm_ms: ms(times.comm),
-                comm_exposed_ms: ms(times.exposed),
-                share_ms: ms(times.share),
-                optimizer_ms: ms(times.optimizer),
-                checkpoint_ms: ms(stalled),
-                wire_bytes: sent,
-                world_size: env.world_size.get(),
-                generation: env.generation.get(),
-                memory: Memory::default(),
-            },
-            tokens: samples * block_size,
-            time: times.step,
-            stop: result.rows.stop(),
-        };
-        // The others may need it if a rank dies during the inspection.
-        self.line = Some(record.line.clone());
+        let step = result.numbers.step;
+        let record = self.note(result);
         match (decision, complaint) {
             (Decision::Stop { skipped }, Some(complaint)) => {
                 let seen = self.between_steps(|parts| parts.inspect(step))?;
@@ -602,6 +588,66 @@ impl<'a> Trainer<'a> {
             _ => {}
         }
         Ok(record)
+    }
+
+    /// Keeps the numbers of a step that the device has run, and returns its record.
+    fn note(&mut self, result: StepResult) -> StepRecord {
+        let StepNumbers {
+            step,
+            samples,
+            mut times,
+            ..
+        } = result.numbers;
+        let began = result.numbers.started.max(self.finished);
+        self.finished = Instant::now();
+        times.step = self.finished - began;
+        // All of the step has run, and the failures were read after that.
+        for device_times in result.numbers.device_times {
+            times.account(device_times.times());
+        }
+        let routers = self.parts.replica.routers.as_ref().zip(result.routers.as_deref());
+        let experts = routers.map(|(table, bytes)| table.read(bytes));
+        let stalled = self.parts.checkpoints.take_stalled();
+        let (loader, env) = (&self.parts.loader, self.parts.session.env());
+        let block_size = self.parts.config.model.block_size as u64;
+        let ms = |duration: Duration| duration.as_secs_f64() * 1e3;
+        let line = MetricsLine {
+            step: step + 1,
+            epoch: loader.epoch_before(step + 1),
+            loss: result.rows.mean_loss(),
+            val_loss: None,
+            experts,
+            lr: f64::from(result.numbers.lr),
+            grad_norm: f64::from(result.norm),
+            skipped: self.skips.total(),
+            tokens: loader.consumed_before(step + 1) * block_size,
+            tokens_per_s: (samples * block_size) as f64 / times.step.as_secs_f64().max(1e-9),
+            achieved: Achieved::default(),
+            step_ms: ms(times.step),
+            data_ms: ms(times.data),
+            forward_ms: ms(times.forward),
+            backward_ms: ms(times.backward),
+            comm_ms: ms(times.comm),
+            comm_exposed_ms: ms(times.exposed),
+            share_ms: ms(times.share),
+            optimizer_ms: ms(times.optimizer),
+            checkpoint_ms: ms(stalled),
+            wire_bytes: result.numbers.sent,
+            world_size: env.world_size.get(),
+            generation: env.generation.get(),
+            memory: Memory::default(),
+        };
+        if self.parts.world.compute.device.is_asynchronous() {
+            self.version = Some(self.parts.version(line.step));
+        }
+        // The others may need it if a rank dies.
+        self.line = Some(line.clone());
+        StepRecord {
+            line,
+            tokens: samples * block_size,
+            time: times.step,
+            stop: result.rows.stop(),
+        }
     }
 
     /// Work between two steps, when nothing is in flight. Its traffic and waits count for no step, and
@@ -690,9 +736,10 @@ impl<'a> Trainer<'a> {
             grads: grads.clone(),
             update: update.clone(),
         });
-        let barrier = parts.share(positions);
+        let barrier = parts.share(step, positions);
         parts.arrive(&barrier, &mut times)?;
         collectives.push(barrier);
+        parts.step_table.stamp();
         parts.clip.finish(Some(parts.step_table.rows()));
         parts.world.end_span(span, Kind::Optimizer, || "norm".to_owned());
         // Nothing of this step is in flight that the stream does not wait for. What the update sends, and its time,
@@ -723,13 +770,15 @@ impl<'a> Trainer<'a> {
             .world
             .end_span(whole, Kind::Step, || format!("step {}", step + 1));
         Ok(EnqueuedStep {
-            step,
-            samples: parts.loader.sample_count(step),
-            lr: update.lr,
-            times,
-            device_times,
-            started,
-            sent,
+            numbers: StepNumbers {
+                step,
+                samples: parts.loader.sample_count(step),
+                lr: update.lr,
+                times,
+                device_times,
+                started,
+                sent,
+            },
             collectives,
             fetches,
             routers,

@@ -36,6 +36,8 @@ pub struct DeferredDevice {
     beside: Option<Mutex<Vec<Arena>>>,
     /// Names of arenas that the device does not reach.
     on_host: Vec<&'static str>,
+    /// Before an operation is put off.
+    before: Option<Box<dyn Fn() + Send + Sync>>,
 }
 
 /// A stream. Whoever waits for a point in it runs what comes before, unless somebody else is at it.
@@ -77,6 +79,7 @@ impl DeferredDevice {
             sound_products: None,
             beside: None,
             on_host: Vec::new(),
+            before: None,
         }
     }
 
@@ -93,6 +96,14 @@ impl DeferredDevice {
     pub fn spoiling(sound_products: usize) -> Self {
         Self {
             sound_products: Some(AtomicUsize::new(sound_products)),
+            ..Self::new()
+        }
+    }
+
+    /// `before` each operation that it is given.
+    pub fn hooked(before: impl Fn() + Send + Sync + 'static) -> Self {
+        Self {
+            before: Some(Box::new(before)),
             ..Self::new()
         }
     }
@@ -242,6 +253,9 @@ impl Device for DeferredDevice {
     }
 
     fn enqueue(&self, stream: Stream, op: Op) {
+        if let Some(before) = &self.before {
+            before();
+        }
         match &op {
             Op::EncoderForward(_) if self.unread.load(Ordering::Relaxed) > 0 => {
                 self.ran_ahead.fetch_add(1, Ordering::Relaxed);
@@ -319,7 +333,8 @@ impl Device for DeferredDevice {
         unread.fetch_add(1, Ordering::Relaxed);
         Fetch::new(self.record(stream), move || {
             unread.fetch_sub(1, Ordering::Relaxed);
-            Ok(bytes.lock().unwrap().take().expect("the copy has run"))
+            let copied = bytes.lock().unwrap().take();
+            copied.ok_or_else(|| DeviceError::Upstream("the copy was skipped".into()))
         })
     }
 
