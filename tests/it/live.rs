@@ -35,9 +35,10 @@ struct Layout {
     parallel: &'static str,
     /// Each part of the state is on two ranks.
     has_copies: bool,
+    recovery: &'static str,
 }
 
-const LAYOUTS: [Layout; 7] = [
+const LAYOUTS: [Layout; 8] = [
     Layout::copied("{ strategy: ddp }"),
     Layout::copied("{ strategy: zero1, shard_group: 2 }"),
     Layout::copied("{ strategy: zero2, shard_group: 2 }"),
@@ -45,8 +46,12 @@ const LAYOUTS: [Layout; 7] = [
     Layout::copied("{ tensor: 2 }"),
     Layout::copied("{ pipeline: { stages: 2 } }"),
     Layout {
-        parallel: "{ strategy: zero2 }",
+        recovery: "buddy",
+        ..Layout::copied("{ strategy: zero2 }")
+    },
+    Layout {
         has_copies: false,
+        ..Layout::copied("{ strategy: zero2 }")
     },
 ];
 
@@ -55,12 +60,15 @@ impl Layout {
         Self {
             parallel,
             has_copies: true,
+            recovery: "none",
         }
     }
 
     fn job(self) -> TinyJob {
         TinyJob::with(|yaml| {
-            let yaml = yaml.replace("steps: 40", &format!("steps: {STEPS}\n  grad_accumulation: 2"));
+            let (steps, recovery) = (format!("steps: {STEPS}"), self.recovery);
+            let train = format!("{steps}\n  grad_accumulation: 2\n  recovery: {recovery}");
+            let yaml = yaml.replace("steps: 40", &train);
             let yaml = yaml.replace("checkpoint_every: 5", &format!("checkpoint_every: {SAVE_EVERY}"));
             // So that each rank owns some of the parameters.
             let yaml = yaml.replace("n_embd: 32", "n_embd: 64");

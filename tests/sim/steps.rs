@@ -56,6 +56,7 @@ fn deaths_change_no_step() {
     for event in [
         "kept",
         "received",
+        "received from a buddy",
         "finished alone",
         "skipped alone",
         "reloaded",
@@ -74,6 +75,16 @@ fn without_the_barrier_shards_of_different_steps_mix() {
         ..Rules::default()
     };
     assert_fails(&rules, 0, "cannot finish step");
+    assert_fails(&rules, 0, "mixed");
+}
+
+/// A rank may finish a step and die before its buddy has what the copy needs for it.
+#[test]
+fn copies_whose_gradients_are_not_behind_the_barrier_lack_a_step() {
+    let rules = Rules {
+        copies_before_barrier: false,
+        ..Rules::default()
+    };
     assert_fails(&rules, 0, "mixed");
 }
 
@@ -114,6 +125,8 @@ fn assert_fails(rules: &Rules, first: u64, how: &str) {
 struct Rules {
     /// No rank updates before all have their sums and the norm.
     barrier: bool,
+    /// Nor before their buddies have them.
+    copies_before_barrier: bool,
     /// Versions of later generations are newer.
     generations: bool,
     /// Of a checkpoint and an old state of the same step, the checkpoint counts.
@@ -124,6 +137,7 @@ impl Default for Rules {
     fn default() -> Self {
         Self {
             barrier: true,
+            copies_before_barrier: true,
             generations: true,
             ties: true,
         }
@@ -182,7 +196,7 @@ struct Run {
 impl Run {
     fn new(seed: u64, rules: Rules) -> Self {
         let mut rng = StdRng::seed_from_u64(seed);
-        let layout = Layout::random(&mut rng);
+        let layout = Layout::random(seed, &mut rng);
         let most = rng.random_range(1..=3);
         let least = if rng.random_bool(0.5) { most } else { 1 };
         let mut run = Self {
@@ -371,6 +385,7 @@ impl Run {
             Action::Join => self.exchange(process, Among::All, 0).map(|_| Action::TakeApart),
             Action::TakeApart => Some(self.take_apart(process)),
             Action::Load => self.load(process),
+            Action::Refresh => self.refresh(process),
             Action::Validate => self.validate(process),
             Action::Record => Some(self.record(process)),
             Action::Save => self.save(process),
@@ -495,17 +510,15 @@ impl Run {
         };
         let held = it.held.as_mut().expect("a holder holds something");
         if held.version.step != go_on.state.version.step {
-            it.state.history.push(it.of_ranks);
-            if go_on.state.updates > held.updates {
-                it.state.chain = mix(it.state.chain, mix(it.sums, held.version.step));
-                self.tally.count("finished alone");
-            } else {
-                self.tally.count("skipped alone");
-            }
+            let (step, counts) = (held.version.step, go_on.state.updates > held.updates);
+            it.finish(step, counts);
+            self.tally
+                .count(if counts { "finished alone" } else { "skipped alone" });
         }
-        let place = held.place.clone();
+        let held = it.held.as_mut().expect("a holder holds something");
         *held = Held {
-            place,
+            place: held.place.clone(),
+            copy_of: held.copy_of.clone(),
             unfinished: None,
             ..go_on.state.clone()
         };
@@ -514,6 +527,12 @@ impl Run {
             if !go_on.holders[rank] && go_on.source(&copies) == Some(it.rank) {
                 world.sent[rank] = Some(it.state.clone());
             }
+        }
+        let original = world.mesh.buddies(it.rank).original;
+        if self.layout.has_buddies() && !go_on.holders[original] {
+            assert_eq!(held.copy_of, Some(Place::of(&world.mesh, original)));
+            world.sent[original] = Some(it.copy.clone());
+            self.tally.count("received from a buddy");
         }
         Action::Load
     }
@@ -529,6 +548,7 @@ impl Run {
                 it.state = world.sent[it.rank].take()?;
                 it.held = Some(Held {
                     place,
+                    copy_of: None,
                     unfinished: None,
                     ..go_on.state.clone()
                 });
@@ -565,10 +585,28 @@ impl Run {
                 samples: saved.map_or(0, |saved| saved.held.samples),
                 batch: None,
                 place,
+                copy_of: None,
                 line: None,
             });
             (it.validates, it.saves) = (false, false);
         }
+        Some(if self.layout.has_buddies() {
+            Action::Refresh
+        } else {
+            Action::Validate
+        })
+    }
+
+    fn refresh(&mut self, process: usize) -> Option<Action> {
+        let parts = self.exchange(process, Among::Gradients, self.processes[process].state.chain)?;
+        let it = &mut self.processes[process];
+        let mesh = &self.worlds[it.world].mesh;
+        let original = mesh.buddies(it.rank).original;
+        it.copy = State {
+            chain: parts[mesh.index(original, &PARTS)],
+            history: it.state.history.clone(),
+        };
+        it.held.as_mut()?.copy_of = Some(Place::of(mesh, original));
         Some(Action::Validate)
     }
 
@@ -590,19 +628,24 @@ impl Run {
         let value = match next {
             Action::Gather => self.processes[process].state.chain,
             Action::Leave => u64::from(is_finite(self.seed, sample)),
+            Action::CopySums => self.processes[process].sums,
             _ => self.processes[process].contribution,
         };
         let exchanged = match next {
             Action::Gather | Action::Norm | Action::Updated => {
                 self.exchange(process, Among::Replica, value)?
             }
-            Action::FirstBucket | Action::LastBucket => self.exchange(process, Among::Gradients, value)?,
+            Action::FirstBucket | Action::LastBucket | Action::CopySums => {
+                self.exchange(process, Among::Gradients, value)?
+            }
             Action::Leave => match self.exchange(process, Among::All, value) {
                 None if self.rules.barrier => return None,
                 rows => rows.unwrap_or_default(),
             },
             _ => Vec::new(),
         };
+        let has_buddies = self.layout.has_buddies();
+        let copies_first = self.rules.copies_before_barrier;
         let it = &mut self.processes[process];
         let version = Version {
             generation: self.worlds[world].generation,
@@ -625,14 +668,27 @@ impl Run {
                     Action::Norm
                 }
             }
+            Action::Norm if has_buddies && copies_first => Action::CopySums,
             Action::Norm => Action::Enter,
+            Action::CopySums => {
+                it.copy_sums = exchanged[mesh.index(mesh.buddies(rank).original, &PARTS)];
+                if copies_first {
+                    Action::Enter
+                } else {
+                    Action::Update
+                }
+            }
             Action::Enter => {
                 it.held.as_mut()?.unfinished = Some(version);
                 Action::Leave
             }
             Action::Leave => {
                 it.is_finite = !exchanged.contains(&0);
-                Action::Update
+                if has_buddies && !copies_first {
+                    Action::CopySums
+                } else {
+                    Action::Update
+                }
             }
             Action::Update if self.has_collective_updates => Action::Updated,
             _ => {

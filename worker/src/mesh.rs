@@ -125,6 +125,16 @@ pub struct MeshShape {
     sizes: [usize; Axis::ALL.len()],
     shards_state: bool,
     divides_experts: bool,
+    nodes: usize,
+}
+
+/// Who keeps a second copy of whose part of a sharded state.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Buddies {
+    /// The rank that keeps a copy of this rank's part.
+    pub buddy: usize,
+    /// The rank of whose part this rank keeps a copy.
+    pub original: usize,
 }
 
 /// Ranks along each axis that has several, as `pp 4 × dp 2 × tp 8`.
@@ -174,6 +184,7 @@ impl MeshShape {
             sizes: [stages, data / group, group / expert, expert, context, tensor],
             shards_state: parallel.strategy != Strategy::Ddp,
             divides_experts: parallel.expert > 1,
+            nodes: (env.node_count as usize).max(1),
         })
     }
 
@@ -183,6 +194,23 @@ impl MeshShape {
             sizes: [1, 1, ranks, 1, 1, 1],
             shards_state: true,
             divides_experts: false,
+            nodes: 1,
+        }
+    }
+
+    /// The buddies of a rank, among the ranks that hold one copy of the state with it: the buddy comes as many places later
+    /// as a node has of them, so that with several equal nodes it is on another one.
+    pub fn buddies(&self, rank: usize) -> Buddies {
+        let (peers, at) = (
+            self.members(rank, self.sharded()),
+            self.index(rank, self.sharded()),
+        );
+        let node = |rank: usize| rank * self.nodes / self.ranks();
+        let on_first = peers.iter().filter(|&&peer| node(peer) == node(peers[0])).count();
+        let later = if on_first == peers.len() { 1 } else { on_first };
+        Buddies {
+            buddy: peers[(at + later) % peers.len()],
+            original: peers[(at + peers.len() - later) % peers.len()],
         }
     }
 
@@ -608,6 +636,43 @@ mod tests {
         assert_eq!(shape.index(3, &[Axis::Shard]), 1);
         assert_eq!(shape.index(3, &[Axis::Replicate]), 1);
         assert_eq!(shape.index(3, &SAMPLES), 3);
+    }
+
+    #[test]
+    fn a_buddy_is_on_another_node_if_there_are_several() {
+        let buddies = |shape: MeshShape, rank| {
+            let Buddies { buddy, original } = shape.buddies(rank);
+            assert_eq!(
+                (shape.buddies(buddy).original, shape.buddies(original).buddy),
+                (rank, rank)
+            );
+            [original, buddy]
+        };
+        let of = |nodes, local, rank| buddies(shape(None, nodes, local, nodes * local).unwrap(), rank);
+        assert_eq!([of(1, 4, 0), of(1, 4, 3), of(1, 1, 0)], [[3, 1], [2, 0], [0, 0]]);
+        assert_eq!([of(2, 2, 0), of(2, 2, 3)], [[2, 2], [1, 1]]);
+        assert_eq!([of(3, 2, 1), of(3, 2, 4)], [[5, 3], [2, 0]]);
+        let parallel = Parallel {
+            strategy: Strategy::Zero1,
+            tensor: 2,
+            context: 2,
+            pipeline: Pipeline {
+                stages: 2,
+                ..Pipeline::default()
+            },
+            ..Parallel::default()
+        };
+        let env = WorkerEnv {
+            world_size: WorldSize(16),
+            node_count: 4,
+            local_world_size: 4,
+            ..WorkerEnv::single()
+        };
+        let shape = MeshShape::new(&parallel, &env).unwrap();
+        assert_eq!(
+            [1, 6, 11].map(|rank| buddies(shape, rank)),
+            [[5, 5], [2, 2], [15, 15]]
+        );
     }
 
     #[test]

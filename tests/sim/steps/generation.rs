@@ -16,10 +16,14 @@ pub(super) enum Action {
     Join,
     TakeApart,
     Load,
+    /// A buddy receives its copy.
+    Refresh,
     Gather,
     FirstBucket,
     LastBucket,
     Norm,
+    /// A buddy receives the sums for its copy.
+    CopySums,
     Enter,
     Leave,
     Update,
@@ -32,16 +36,18 @@ pub(super) enum Action {
 }
 
 impl Action {
-    pub(super) const ALL: [Self; 17] = [
+    pub(super) const ALL: [Self; 19] = [
         Self::Report,
         Self::Decide,
         Self::Join,
         Self::TakeApart,
         Self::Load,
+        Self::Refresh,
         Self::Gather,
         Self::FirstBucket,
         Self::LastBucket,
         Self::Norm,
+        Self::CopySums,
         Self::Enter,
         Self::Leave,
         Self::Update,
@@ -111,9 +117,13 @@ pub(super) struct Process {
     /// `None`: nothing whole.
     pub(super) held: Option<Held>,
     pub(super) state: State,
+    /// That of the rank whose buddy this one is, as far as [`Held::copy_of`] says so.
+    pub(super) copy: State,
     /// What this rank contributes to the sums of the step, the sums, the ranks that they are of.
     pub(super) contribution: u64,
     pub(super) sums: u64,
+    /// The sums for the copy.
+    pub(super) copy_sums: u64,
     pub(super) of_ranks: u64,
     /// Whether the numbers of all ranks in this step are finite.
     pub(super) is_finite: bool,
@@ -141,8 +151,10 @@ impl Process {
             next: Action::Report,
             held: None,
             state: State::default(),
+            copy: State::default(),
             contribution: 0,
             sums: 0,
+            copy_sums: 0,
             of_ranks: 0,
             is_finite: true,
             validates: false,
@@ -155,16 +167,25 @@ impl Process {
     /// Ends a step with an update, unless a number of some rank is not finite.
     pub(super) fn update(&mut self, version: Version) {
         let Some(held) = &mut self.held else { return };
-        if self.is_finite {
-            self.state.chain = mix(self.state.chain, mix(self.sums, held.version.step));
-            held.updates += 1;
-        }
-        self.state.history.push(self.of_ranks);
+        let step = held.version.step;
+        held.updates += u64::from(self.is_finite);
+        self.finish(step, self.is_finite);
+        let Some(held) = &mut self.held else { return };
         held.samples += self.of_ranks * BATCH;
         (held.version, held.unfinished) = (version, None);
         held.line = Some(MetricsLine {
             step: version.step,
             ..MetricsLine::default()
         });
+    }
+
+    /// The state and the copy after `step`, which updates them if it counts.
+    pub(super) fn finish(&mut self, step: u64, counts: bool) {
+        for (state, sums) in [(&mut self.state, self.sums), (&mut self.copy, self.copy_sums)] {
+            if counts {
+                state.chain = mix(state.chain, mix(sums, step));
+            }
+            state.history.push(self.of_ranks);
+        }
     }
 }

@@ -22,19 +22,29 @@ pub(super) struct Layout {
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Kind {
     Shards,
+    /// Each part is on one rank, and a copy of it on its buddy.
+    Buddies,
     Tensor,
     Pipeline,
 }
 
 impl Layout {
-    pub(super) fn random(rng: &mut StdRng) -> Self {
+    pub(super) fn random(seed: u64, rng: &mut StdRng) -> Self {
+        let kind = [Kind::Shards, Kind::Tensor, Kind::Pipeline][rng.random_range(0..3)];
+        let parts = rng.random_range(1..=3);
+        let has_buddies = kind == Kind::Shards && seed.is_multiple_of(2) && parts > 1;
         Self {
-            kind: [Kind::Shards, Kind::Tensor, Kind::Pipeline][rng.random_range(0..3)],
-            parts: rng.random_range(1..=3),
+            kind: if has_buddies { Kind::Buddies } else { kind },
+            parts: if has_buddies { 2 * parts - 2 } else { parts },
         }
     }
 
+    pub(super) fn has_buddies(self) -> bool {
+        self.kind == Kind::Buddies
+    }
+
     pub(super) fn mesh(self, copies: usize) -> MeshShape {
+        let copies = if self.has_buddies() { 1 } else { copies };
         let ranks = (self.parts * copies) as u32;
         let env = WorkerEnv {
             world_size: WorldSize(ranks),
@@ -49,6 +59,10 @@ impl Layout {
             Kind::Shards => Parallel {
                 strategy: Strategy::Zero2,
                 shard_group: Some(ShardGroup::Ranks(self.parts)),
+                ..ddp
+            },
+            Kind::Buddies => Parallel {
+                strategy: Strategy::Zero2,
                 ..ddp
             },
             Kind::Tensor => Parallel {

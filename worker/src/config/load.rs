@@ -146,6 +146,7 @@ const CONDITIONS: &[Condition] = &[
     ("train.optimizer.nesterov", "`train.optimizer.kind: sgd` or `muon`", has_momentum),
     ("train.offload.dir", "`train.offload.optimizer: file`", |c| c.train.offload.optimizer == OffloadTarget::File),
     ("train.schedule.decay_steps", "`train.schedule.kind: wsd`", |c| c.train.schedule.kind == LearningRate::Wsd),
+    ("train.recovery", "`zero1`, `zero2` or `zero3` over all ranks (no `parallel.shard_group`, no `parallel.expert`) and `adamw`, `lion` or `sgd` (no `train.offload`)", can_have_buddies),
     ("train.base_batch", "`train.lr_scaling: linear`", |c| c.train.lr_scaling == LrScaling::Linear),
     ("parallel.sync", "`parallel.strategy: ddp`", |c| c.parallel.strategy == Strategy::Ddp),
     ("parallel.sync_each_batch", "`parallel.strategy: ddp`, `parallel.sync: bucketed` and one pipeline stage", |c| c.parallel.strategy == Strategy::Ddp && c.parallel.sync == Sync::Bucketed && c.parallel.pipeline.stages == 1),
@@ -164,6 +165,15 @@ fn has_momentum(config: &TrainConfig) -> bool {
         config.train.optimizer.kind,
         OptimizerKind::Sgd | OptimizerKind::Muon
     )
+}
+
+/// Whether each part of the state is on one rank, which keeps it in memory when another rank dies.
+pub(crate) fn can_have_buddies(config: &TrainConfig) -> bool {
+    let (train, parallel) = (&config.train, &config.parallel);
+    let is_kept =
+        train.offload.optimizer == OffloadTarget::None && train.optimizer.kind != OptimizerKind::Muon;
+    let is_on_one_rank = parallel.shard_group.is_none() && parallel.expert == 1;
+    parallel.strategy != Strategy::Ddp && is_on_one_rank && is_kept
 }
 
 fn holds_shards(config: &TrainConfig) -> bool {

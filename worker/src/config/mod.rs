@@ -25,6 +25,7 @@ mod table;
 mod tests;
 mod tokenizer;
 
+pub(crate) use load::can_have_buddies;
 pub use load::{Located, MAX_FILE_BYTES, check_rows, checked_vocab, load_without_data};
 pub use problem::{ConfigError, Problem, nearest_multiples};
 pub use reference::reference;
@@ -32,9 +33,9 @@ pub(crate) use schema::star_matches;
 pub use schema::{
     Accumulate, Backend, CheckpointKeep, ContextAlgorithm, Data, Experts, LastBatch, LearningRate, LrScaling,
     Model, ModelKind, Offload, OffloadTarget, OnNonFinite, OptimizerConfig, OptimizerGroup, OptimizerKind,
-    Order, Parallel, Paths, Pipeline, PipelineSchedule, Precision, Recompute, ReduceDtype, Rescale, Resume,
-    RopeScaling, RouterScore, Run, Schedule, ShardGroup, StepRange, Strategy, Sync, TokenDtype, Train,
-    TrainConfig, section,
+    Order, Parallel, Paths, Pipeline, PipelineSchedule, Precision, Recompute, Recovery, ReduceDtype, Rescale,
+    Resume, RopeScaling, RouterScore, Run, Schedule, ShardGroup, StepRange, Strategy, Sync, TokenDtype,
+    Train, TrainConfig, section,
 };
 pub use source::Source;
 pub use tokenizer::{Tokenizer, Vocabulary};

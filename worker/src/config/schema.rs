@@ -169,6 +169,8 @@ sections! {
         schedule { Schedule };
         /// What happens to the global batch when the number of ranks changes.
         rescale: Rescale = "keep_global_batch";
+        /// How a new rank gets the state that only a dead one had.
+        recovery: Recovery = "none";
         /// How the learning rate follows the size of the global batch.
         lr_scaling: LrScaling = "none";
         /// With `lr_scaling: linear`: global batch, in samples, for which `optimizer.lr` was tuned.
@@ -470,6 +472,14 @@ words! {
         KeepGlobalBatch = "keep_global_batch",
         /// It changes with the number of ranks: micro-batch and accumulation stay.
         KeepMicroBatch = "keep_micro_batch",
+    }
+
+    /// `train.recovery`
+    Recovery {
+        /// All ranks read the latest checkpoint.
+        None = "none",
+        /// From its buddy, which keeps a copy of it, on another node if there are several.
+        Buddy = "buddy",
     }
 
     /// `train.optimizer.kind`

@@ -576,6 +576,29 @@ fn stages_of_a_pipeline_are_not_told_to_hold_less_than_they_do() {
 }
 
 #[test]
+fn a_buddy_needs_state_that_is_on_one_rank_and_stays_there() {
+    let with = |overrides: &[&str]| {
+        let all = [&["train.recovery=buddy"], overrides].concat();
+        Case::new().load(GOOD, &all).map_err(|error| error.to_string())
+    };
+    for strategy in ["zero1", "zero2", "zero3"] {
+        assert!(with(&[&format!("parallel.strategy={strategy}")]).is_ok());
+    }
+    insta::assert_snapshot!(with(&[]).unwrap_err(), @r"
+    `--set train.recovery=buddy`: `train.recovery` has no effect without `zero1`, `zero2` or `zero3` over all ranks (no `parallel.shard_group`, no `parallel.expert`) and `adamw`, `lion` or `sgd` (no `train.offload`)
+      hint: leave it out
+    ");
+    for refused in [
+        "parallel.shard_group=2",
+        "train.optimizer.kind=muon",
+        "train.offload.optimizer=host",
+    ] {
+        let error = with(&["parallel.strategy=zero1", refused]).unwrap_err();
+        assert!(error.contains("`train.recovery` has no effect"), "{error}");
+    }
+}
+
+#[test]
 fn a_shard_group_is_a_node_or_a_number() {
     let load = |group: &str| {
         let group = format!("parallel.shard_group={group}");

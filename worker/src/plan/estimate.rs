@@ -8,6 +8,7 @@ use crate::collective::WireBytes;
 use crate::config::{Strategy, TrainConfig};
 use crate::mesh::{Axis, Span};
 use crate::parallel::Reducer;
+use crate::train::buddy::BuddyCopy;
 use crate::train::idle_world::idle_world;
 use crate::train::rank_spec::RankSpec;
 use crate::train::replica::Replica;
@@ -99,9 +100,12 @@ impl Estimate {
     pub(super) fn new(spec: &RankSpec, activations: usize, sends: bool) -> Result<Self, TrainError> {
         let world = idle_world(spec.strategy.mesh, spec.rank);
         let (mut replica, mut reducer) = spec.idle(&world, activations)?;
-        let optimizer = spec.optimizer(&replica.parameters, &spec.planned_home(&world))?;
+        let home = spec.planned_home(&world);
+        let optimizer = spec.optimizer(&replica.parameters, &home)?;
+        let copy = BuddyCopy::new(spec, replica.parameters.replica_set(), &home)?;
         let sent = if sends {
-            step_traffic(&mut replica, &mut reducer, spec.config.train.grad_accumulation)?
+            let micro_batches = spec.config.train.grad_accumulation;
+            step_traffic(&mut replica, &mut reducer, copy.as_ref(), micro_batches)?
         } else {
             StepTraffic::default()
         };
@@ -110,7 +114,7 @@ impl Estimate {
             strategy: spec.strategy.strategy,
             parameters: spec.model.param_count() as u64,
             padded: replica.parameters.sharding().whole_len() as u64,
-            held: Footprint::of(&replica, &reducer, &optimizer),
+            held: Footprint::of(&replica, &reducer, &optimizer, copy.as_ref()),
         })
     }
 }
@@ -121,6 +125,7 @@ impl Estimate {
 fn step_traffic(
     replica: &mut Replica,
     reducer: &mut Reducer,
+    copy: Option<&BuddyCopy>,
     micro_batches: usize,
 ) -> Result<StepTraffic, TrainError> {
     let ranks = replica.world.mesh.size(&[Axis::Pipeline]);
@@ -133,7 +138,11 @@ fn step_traffic(
     let mut sent_by = |micro_batches| {
         let before = replica.world.mesh.wire_bytes_by_span();
         if micro_batches > 0 {
-            rehearse_step(replica, reducer, micro_batches, &|_| {})?;
+            let sums = rehearse_step(replica, reducer, micro_batches, &|_| {})?;
+            let world = &replica.world;
+            if let Some(copy) = copy {
+                copy.exchange_sums(&world.compute, &replica.parameters, &sums);
+            }
         }
         let after = replica.world.mesh.wire_bytes_by_span();
         Ok::<[WireBytes; Span::COUNT], TrainError>(std::array::from_fn(|span| after[span] - before[span]))

@@ -140,7 +140,10 @@ fn little_is_lost_between_places() {
                 let spec = &specs(&config)[0];
                 let by_size = used(spec, |world| ActivationPool::new(world.compute.device.clone()), 1);
                 let (bytes, without) = (spec.activations().unwrap(), by_size.allocated_bytes());
-                assert!(bytes <= without, "{kind}, {variant:?}: {bytes}, {without} by size");
+                assert!(
+                    bytes <= without,
+                    "{kind}, {variant:?}: {bytes}, {without} by size"
+                );
             }
         }
     }

@@ -6,6 +6,7 @@ use std::time::Instant;
 use ddp_proto::control::Sizes;
 
 use super::TrainError;
+use super::buddy::BuddyCopy;
 use super::checkpointing::{
     BatchBefore, Checkpoints, Kept, Origin, SavedRun, allowed_sizes, check_initial_weights,
     document, exchange, identity, load, open_checkpoint, recover, rescale,
@@ -206,6 +207,10 @@ pub(super) fn prepare<'a>(
     let rank_table = RankTable::new(&world, "numbers of each rank")?;
     let step_table = StepTable::new(&world)?;
     warm_up(&replica, &spec, &norm_order, activations)?;
+    let copy = match kept.as_mut().and_then(|kept| kept.copy.take()) {
+        Some(copy) => Some(copy),
+        None => BuddyCopy::new(&spec, replica.parameters.replica_set(), &home)?,
+    };
     let holds = kept.is_some();
     let optimizer = match kept.take() {
         Some(kept) => kept.settle(&spec, &replica.parameters, &home)?,
@@ -216,6 +221,7 @@ pub(super) fn prepare<'a>(
     clip.resume(saved.map_or(0, State::updates));
     let parts = TrainerParts {
         optimizer,
+        copy,
         clip,
         rank_table,
         step_table,
@@ -286,7 +292,13 @@ fn begin(parts: &mut TrainerParts<'_>, origin: &Origin) -> Result<(), TrainError
     match origin {
         Origin::Fresh(weights) => replica.initialise(optimizer, seed, weights.as_ref())?,
         Origin::Saved(saved) => parts.with_checkpoints(|_, here| load(here, saved))?,
-        Origin::Kept { go_on, .. } => parts.with_checkpoints(|_, here| exchange(here, go_on))?,
+        Origin::Kept { go_on, .. } => {
+            parts.with_checkpoints(|_, here| exchange(here, go_on))?;
+            if let Some(copy) = &parts.copy {
+                let (compute, parameters) = (&parts.world.compute, &parts.replica.parameters);
+                copy.give_back(compute, parameters, &parts.optimizer, |rank| !go_on.holders[rank])?;
+            }
+        }
     }
     let (home, stream) = (parts.optimizer.home(), parts.world.compute.stream);
     home.synchronize(stream)?;
@@ -303,6 +315,9 @@ fn begin(parts: &mut TrainerParts<'_>, origin: &Origin) -> Result<(), TrainError
     }
     parts.optimizer.round(stream, parameters.own());
     home.synchronize(stream)?;
+    if let Some(copy) = &mut parts.copy {
+        copy.refresh(&parts.world.compute, parameters, &parts.optimizer)?;
+    }
     Ok(())
 }
 

@@ -8,8 +8,8 @@ use super::setup::Prepared;
 use super::step::TrainerParts;
 use super::world::is_restarted;
 use crate::config::{
-    Accumulate, ContextAlgorithm, Experts, LrScaling, Model, ModelKind, OffloadTarget, Recompute, Strategy,
-    Sync, Train, TrainConfig, Vocabulary,
+    Accumulate, ContextAlgorithm, Experts, LrScaling, Model, ModelKind, OffloadTarget, OptimizerKind,
+    Recompute, Strategy, Sync, Train, TrainConfig, Vocabulary, can_have_buddies,
 };
 use crate::data::{Dataset, Tokens};
 use crate::device::DType;
@@ -17,8 +17,8 @@ use crate::mesh::Axis;
 use crate::model::{AttentionKind, Decoder};
 use crate::ops::has_tensor_kernels;
 use crate::optim::{batch_factor, learning_rate};
-use crate::parallel::Dtypes;
 use crate::parallel::pipeline::PipelinePlan;
+use crate::parallel::{Dtypes, group_axes};
 
 /// The lines for this life of the run. A file in the run's directory has the lines of the life before.
 pub(super) fn startup_table(prepared: &Prepared<'_>) -> String {
@@ -57,7 +57,12 @@ fn rows(prepared: &Prepared<'_>) -> Rows {
         counted(train.micro_batch, "sample"),
         config.model.block_size,
     );
-    let held = Footprint::of(&trainer.replica, &prepared.reducer, &trainer.optimizer);
+    let held = Footprint::of(
+        &trainer.replica,
+        &prepared.reducer,
+        &trainer.optimizer,
+        trainer.copy.as_ref(),
+    );
     let snapshot = trainer.checkpoints.snapshot_bytes() as u64;
     let stretched = |before| stretched(train, before, trainer.first_step, global_batch.samples());
     let mut table = Rows(Vec::new());
@@ -76,6 +81,7 @@ fn rows(prepared: &Prepared<'_>) -> Rows {
     table.add("context", context(trainer));
     table.add("tensor", tensor(trainer));
     table.add("pipeline", pipeline(&trainer.replica.plan));
+    table.add("recovery", recovery(trainer));
     table.add("gradient sync", sync(trainer, prepared.reducer.operations()));
     table.add("tokenizer", tokenizer(&prepared.dataset, &config.vocabulary));
     table.add("initial weights", prepared.pretrained.clone());
@@ -326,6 +332,33 @@ fn nothing_to_shard(ranks: usize) -> String {
         ranks => format!("{ranks} ranks hold a single replica"),
     };
     format!("ddp: {copy}, nothing to shard")
+}
+
+/// Where the state of a dead rank comes from, if not from a replica.
+fn recovery(trainer: &TrainerParts<'_>) -> Option<String> {
+    let (train, mesh) = (&trainer.config.train, &trainer.spec.strategy.mesh);
+    if let Some(copy) = &trainer.copy {
+        let held = bytes(copy.bytes() as u64);
+        return Some(format!(
+            "a dead rank's state comes from its buddy; copies take {held} per rank"
+        ));
+    }
+    if trainer.world.size() == 1 {
+        return None;
+    }
+    if train.offload.optimizer != OffloadTarget::None || train.optimizer.kind == OptimizerKind::Muon {
+        return Some("if a rank dies, all restart from the latest checkpoint".to_owned());
+    }
+    let groups = group_axes(&trainer.spec.model.all_params);
+    if groups.iter().all(|axes| mesh.size(&mesh.copied_along(axes)) > 1) {
+        return None;
+    }
+    let hint = if can_have_buddies(trainer.config) {
+        " (hint: `train.recovery: buddy`)"
+    } else {
+        ""
+    };
+    Some(format!("if a rank dies, all read the latest checkpoint{hint}"))
 }
 
 /// How many ranks share the experts of each layer, if several do.

@@ -8,7 +8,8 @@ use std::sync::{Arc, Mutex};
 use crate::train_support::Job;
 use crate::train_support::probed::{Moment, ProbedDevice};
 use ddp_worker::config::{
-    Accumulate, ModelKind, PipelineSchedule, Precision, ReduceDtype, ShardGroup, Strategy, TrainConfig,
+    Accumulate, ModelKind, PipelineSchedule, Precision, Recovery, ReduceDtype, ShardGroup, Strategy,
+    TrainConfig,
 };
 use ddp_worker::mesh::MeshShape;
 use ddp_worker::model;
@@ -320,6 +321,36 @@ fn traffic_of_all(types: (Precision, ReduceDtype), worlds: &[usize]) {
                 check_traffic(&job, world, all, again);
             }
         }
+    }
+}
+
+/// Masters, moments and gradients of another rank's part, which are sent once a step, as they are kept.
+#[test]
+fn a_buddy_holds_and_receives_one_more_part() {
+    for (strategy, types, micro_batches) in [
+        (Strategy::Zero1, TYPES[0], 1),
+        (Strategy::Zero2, TYPES[1], 1),
+        (Strategy::Zero2, TYPES[2], 4),
+        (Strategy::Zero3, TYPES[0], 4),
+    ] {
+        let job = |recovery| {
+            job(strategy, |c| {
+                (c.train.precision, c.parallel.reduce_dtype) = types;
+                c.train.grad_accumulation = micro_batches;
+                c.train.recovery = recovery;
+            })
+        };
+        let [without, with] = [Recovery::None, Recovery::Buddy].map(|recovery| {
+            let job = job(recovery);
+            let (line, told) = (job.train(3).metrics[0].clone(), estimate(&job, 3));
+            let found = [line.memory.optimizer, line.wire_bytes.grads];
+            assert_eq!(found, [told.held.optimizer, told.sent.grads], "{strategy:?}");
+            (found, told.padded)
+        });
+        let ([held, sent], part) = (with.0, with.1 / 3);
+        let [_, _, kept] = widths(types, micro_batches).map(|width| width as u64 * part);
+        assert_eq!(held - without.0[0], 12 * part + kept, "{strategy:?}");
+        assert_eq!(sent - without.0[1], kept, "{strategy:?}");
     }
 }
 

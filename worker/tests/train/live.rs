@@ -13,7 +13,7 @@ use crate::train_support::hooked::{Hooks, hooked};
 use crate::train_support::{Job, Trained, assert_same};
 use ddp_proto::ids::Generation;
 use ddp_worker::collective::{Failure, Request, Subgroup, Transport, Wait};
-use ddp_worker::config::{Precision, ShardGroup, Strategy, TrainConfig};
+use ddp_worker::config::{Precision, Recovery, ShardGroup, Strategy, TrainConfig};
 use ddp_worker::device::{Arena, ArenaSpec, CpuDevice, Device, Held, Stream};
 use ddp_worker::metrics::MetricsLine;
 use ddp_worker::ops::Op;
@@ -341,6 +341,93 @@ fn tensor_and_pipeline_ranks_with_replicas_lose_no_step() {
         c.train.grad_accumulation = 2;
         c.parallel.pipeline.stages = 2;
     });
+}
+
+fn with_buddies(config: &mut TrainConfig, strategy: Strategy) {
+    // So that each rank owns some of the parameters.
+    config.model.n_embd = 64;
+    (config.parallel.first_bucket_mb, config.parallel.bucket_mb) = (0.2, 0.2);
+    config.parallel.strategy = strategy;
+    config.train.recovery = Recovery::Buddy;
+}
+
+/// Each part of the state is on one rank, and a copy of it on its buddy.
+#[test]
+fn shards_with_buddies_lose_no_step() {
+    for (strategy, precision) in [
+        (Strategy::Zero1, Precision::F32),
+        (Strategy::Zero2, Precision::Bf16),
+        (Strategy::Zero3, Precision::F32),
+    ] {
+        nothing_changes(
+            &format!("{strategy:?} in {precision:?} with buddies"),
+            3,
+            41,
+            |c| {
+                with_buddies(c, strategy);
+                c.train.precision = precision;
+            },
+        );
+    }
+}
+
+/// Of four ranks, `victims` die in step 4 when all have passed its barrier; `deaf` misses the losses. The others finish
+/// the step, and copies of other ranks' parts. Returns the generation of each step.
+fn generations_after(victims: [usize; 2], deaf: Option<usize>) -> Vec<u32> {
+    let job = job(|c| with_buddies(c, Strategy::Zero2));
+    let all_die = Arc::new(Barrier::new(if victims[0] == victims[1] { 1 } else { 2 }));
+    let run_with = |deaths: usize| {
+        run(&job, &[4, 4][..=deaths], &|rank, generation, session| {
+            let all_die = all_die.clone();
+            let dies = deaths > generation && victims.contains(&rank);
+            let die = move || {
+                all_die.wait();
+                resume_unwind(Box::new(Killed))
+            };
+            Assignment {
+                device: Some(if dies {
+                    hooked(AtUpdate(4, Box::new(die)))
+                } else {
+                    sound()
+                }),
+                transport: (deaths > generation && deaf == Some(rank)).then(deafening),
+                ..Assignment::of(session)
+            }
+        });
+    };
+    run_with(0);
+    let expected = outcome(&job);
+    fs::remove_dir_all(job.out_dir()).unwrap();
+    run_with(1);
+    assert!(
+        outcome(&job) == expected,
+        "ranks {victims:?} die, {deaf:?} is deaf"
+    );
+    generations(&job)
+}
+
+/// A rank on a GPU does not outlive another one.
+#[test]
+fn a_device_that_runs_ahead_has_no_buddies() {
+    let mut job = job(|c| with_buddies(c, Strategy::Zero2));
+    job.device = Some(Box::new(|_| Arc::new(DeferredDevice::new())));
+    for ended in job.run(2) {
+        let error = ended.unwrap_err().to_string();
+        assert!(
+            error.contains("`train.recovery: buddy` has no effect on GPUs"),
+            "{error}"
+        );
+    }
+    assert!(!job.out_dir().exists());
+}
+
+#[test]
+fn a_part_is_lost_only_with_a_rank_and_its_buddy() {
+    assert_eq!(generations_after([0, 2], None), [1, 1, 1, 1, 2, 2]);
+    assert_eq!(generations_after([1, 2], None), [2; 6]);
+    assert_eq!(generations_after([3, 0], None), [2; 6]);
+    // The buddy finishes the copy too.
+    assert_eq!(generations_after([1, 1], Some(2)), [1, 1, 1, 1, 2, 2]);
 }
 
 /// The others have passed the barrier of the step in which a rank dies, and finish it. No rank takes its place.

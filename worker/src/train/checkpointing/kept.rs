@@ -13,11 +13,12 @@ use crate::optim::{Clip, Optimizer, UpdateStep};
 use crate::parallel::{AgreementError, ArenaShare, Parameters, Sharding, group_axes};
 use crate::session::Session;
 use crate::train::TrainError;
+use crate::train::buddy::BuddyCopy;
 use crate::train::rank_spec::RankSpec;
 use crate::train::reporting::say;
 use crate::train::world::{is_restarted, timeout};
 
-/// A step of which this rank has all sums and the norm: only the update is missing.
+/// A step of which this rank has the norm and all sums, its copy's too: only the update is missing.
 pub(crate) struct UnfinishedStep {
     /// Where it leads to.
     pub(crate) version: Version,
@@ -32,6 +33,7 @@ pub(crate) struct Kept {
     pub(crate) own: ArenaShare,
     pub(crate) sharding: Arc<Sharding>,
     pub(crate) optimizer: Optimizer,
+    pub(crate) copy: Option<BuddyCopy>,
     /// It has measured the norm of the step.
     pub(crate) clip: Clip,
     pub(crate) unfinished: Option<UnfinishedStep>,
@@ -49,10 +51,14 @@ impl Kept {
             self.clip.finish(None);
             // It has no exchanges with other ranks.
             let _ = (self.optimizer).step(self.compute.stream, &self.own, &step.grads, &step.update);
+            if let Some(copy) = &self.copy {
+                copy.step(self.compute.stream, &step.update);
+            }
             home.synchronize(self.compute.stream)?;
         }
         self.held = Held {
             place: self.held.place.clone(),
+            copy_of: self.held.copy_of.clone(),
             unfinished: None,
             ..newest.clone()
         };
@@ -131,6 +137,12 @@ pub(crate) fn recover(
     }
     // A GPU may have no room for both layouts at once.
     kept.take_if(|kept| kept.compute.device.is_asynchronous() && kept.own(spec).is_none());
+    if let Some(kept) = kept {
+        // Other nodes may have changed who keeps whose copy.
+        let buddies = spec.strategy.mesh.buddies(spec.rank);
+        kept.copy.take_if(|copy| copy.buddies != buddies);
+        kept.held.copy_of.take_if(|_| kept.copy.is_none());
+    }
     let exchange = StoreExchange {
         store: store.as_ref(),
         wait: &Wait::new(timeout(&spec.config), &session.cancel()),

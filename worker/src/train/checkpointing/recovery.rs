@@ -6,7 +6,8 @@
 //! rank reports what it holds ([`Held`]). [`decide`] is a pure function of all reports: all ranks decide the same.
 //!
 //! The newest [`Version`] counts. Ranks that hold it keep it, and give it to those that do not: in each state group, the
-//! lowest holder among the copies. If a shard has no holder, all ranks read the checkpoint.
+//! lowest holder among the copies. Where there are no copies, a buddy may keep one (`train.recovery: buddy`), of the same
+//! version as its own part. If a shard has no holder, all ranks read the checkpoint.
 
 use std::fmt;
 
@@ -95,6 +96,8 @@ pub struct Held {
     pub batch: Option<Batch>,
     /// Which part of the state.
     pub place: Place,
+    /// The part of which it keeps a copy at the same version, as a buddy.
+    pub copy_of: Option<Place>,
     /// The numbers of the last step of `version`, if this rank has read them.
     pub line: Option<MetricsLine>,
 }
@@ -165,8 +168,15 @@ pub fn decide(
     for rank in (0..holders.len()).filter(|&rank| !holders[rank]) {
         for axes in groups {
             let copies = mesh.members(rank, &mesh.copied_along(axes));
-            if !copies.iter().any(|&copy| holders[copy]) {
-                return reload(Some(lost(reports, newest, &copies, &Place::of(mesh, rank))));
+            let part = Place::of(mesh, rank);
+            let is_copied = holders.iter().zip(reports).any(|(&is_holder, held)| {
+                is_holder
+                    && held
+                        .as_ref()
+                        .is_some_and(|held| held.copy_of.as_ref() == Some(&part))
+            });
+            if !is_copied && !copies.iter().any(|&copy| holders[copy]) {
+                return reload(Some(lost(reports, newest, &copies, mesh)));
             }
         }
     }
@@ -182,7 +192,8 @@ pub fn decide(
 }
 
 /// Which part of the newest state no rank holds, in words. It belongs on the ranks `copies`.
-fn lost(reports: &[Option<Held>], newest: Version, copies: &[usize], part: &Place) -> String {
+fn lost(reports: &[Option<Held>], newest: Version, copies: &[usize], mesh: &MeshShape) -> String {
+    let part = &Place::of(mesh, copies[0]);
     let lost = format!(
         "after step {}, no rank has the state of {} in memory ({part})",
         newest.step,
@@ -195,7 +206,9 @@ fn lost(reports: &[Option<Held>], newest: Version, copies: &[usize], part: &Plac
             "; rank {rank} has that of another number of ranks ({place})"
         ))
     });
-    lost + &elsewhere.unwrap_or_default()
+    let has_buddy = reports.iter().flatten().any(|held| held.copy_of.is_some());
+    let buddy = has_buddy.then(|| format!("; its buddy is rank {}", mesh.buddies(copies[0]).buddy));
+    lost + &elsewhere.or(buddy).unwrap_or_default()
 }
 
 #[cfg(test)]
@@ -236,9 +249,13 @@ mod tests {
         Version { generation, step }
     }
 
-    /// Reports of the ranks of a mesh: nothing (`-`), a version (`1:5`), or one that leads to another (`1:5>1:6`).
+    /// Reports of the ranks of a mesh: nothing (`-`), a version (`1:5`), or one that leads to another (`1:5>1:6`). A `+`
+    /// stands before that of a rank that is a buddy.
     fn reports(mesh: &MeshShape, text: &str) -> Vec<Option<Held>> {
         let held = |(rank, text): (usize, &str)| {
+            let original = mesh.buddies(rank).original;
+            let copy_of = text.starts_with('+').then(|| Place::of(mesh, original));
+            let text = text.trim_start_matches('+');
             let (at, unfinished) = text
                 .split_once('>')
                 .map_or((text, None), |(at, to)| (at, Some(version(to))));
@@ -249,6 +266,7 @@ mod tests {
                 samples: 2 * version.step,
                 batch: None,
                 place: Place::of(mesh, rank),
+                copy_of,
                 line: None,
                 version,
             })
@@ -322,6 +340,36 @@ mod tests {
         ] {
             assert_eq!(decided(mesh, mesh, reports, Some(3)), wanted, "{reports}");
         }
+    }
+
+    #[test]
+    fn a_buddy_stands_in_for_a_rank_that_no_other_is_a_copy_of() {
+        let four = sharded(4, None);
+        for (reports, wanted) in [
+            ("- +1:5 +1:5 +1:5", "1:5 of ranks 1, 2, 3"),
+            ("- +1:4>1:5 +1:5 +1:5", "1:5 of ranks 1, 2, 3"),
+            ("+1:4 +1:5 +1:5 +1:5", "1:5 of ranks 1, 2, 3"),
+            ("- +1:5 - +1:5", "1:5 of ranks 1, 3"),
+            (
+                "+1:5 - - +1:5",
+                "after step 5, no rank has the state of rank 1 in memory (shard 1 of 4); its buddy is rank 2",
+            ),
+            (
+                "- +1:4 +1:5 +1:5",
+                "after step 5, no rank has the state of rank 0 in memory (shard 0 of 4); its buddy is rank 1",
+            ),
+            // It has not received its copy yet.
+            (
+                "- 1:5 +1:5 +1:5",
+                "after step 5, no rank has the state of rank 0 in memory (shard 0 of 4); its buddy is rank 1",
+            ),
+        ] {
+            assert_eq!(decided(&four, &four, reports, Some(3)), wanted, "{reports}");
+        }
+        assert_eq!(
+            decided(&four, &sharded(3, None), "+1:5 +1:5 +1:5 -", None),
+            "after step 5, no rank has the state of rank 0 in memory (shard 0 of 3); rank 0 has that of another number of ranks (shard 0 of 4)"
+        );
     }
 
     #[test]

@@ -29,6 +29,7 @@ use crate::parallel::{ArenaShare, DeviceTimes, Dtypes, Reducer};
 use crate::session::Session;
 use crate::timeline::Kind;
 use crate::train::TrainError;
+use crate::train::buddy::BuddyCopy;
 use crate::train::checkpointing::{
     Checkpoints, Held, Kept, Place, Position, RankState, UnfinishedStep, Version,
 };
@@ -54,6 +55,7 @@ pub(crate) struct TrainerParts<'a> {
     pub(crate) world: World,
     pub(crate) replica: Replica,
     pub(crate) optimizer: Optimizer,
+    pub(crate) copy: Option<BuddyCopy>,
     pub(crate) clip: Clip,
     pub(crate) rank_table: RankTable,
     pub(crate) step_table: StepTable,
@@ -90,7 +92,7 @@ impl TrainerParts<'_> {
 
     /// What this rank holds.
     fn memory(&self, reducer: &Reducer) -> Memory {
-        let held = Footprint::of(&self.replica, reducer, &self.optimizer);
+        let held = Footprint::of(&self.replica, reducer, &self.optimizer, self.copy.as_ref());
         Memory {
             checkpoint: self.checkpoints.snapshot_bytes() as u64,
             device_peak: self.world.compute.device.peak_bytes().unwrap_or(0) as u64,
@@ -355,16 +357,19 @@ impl<'a> Trainer<'a> {
             world,
             replica,
             optimizer,
+            copy,
             clip,
             ..
         } = self.parts;
+        let (mesh, copy) = (world.mesh.shape(), copy.and_then(BuddyCopy::whole));
         let held = Held {
             version,
             unfinished: self.unfinished.as_ref().map(|step| step.version),
             updates,
             samples: state.consumed_samples,
             batch: state.batch,
-            place: Place::of(world.mesh.shape(), world.rank()),
+            place: Place::of(mesh, world.rank()),
+            copy_of: copy.as_ref().map(|copy| Place::of(mesh, copy.buddies.original)),
             line: self.line.filter(|line| line.step == version.step),
         };
         Ok(Some(Kept {
@@ -372,6 +377,7 @@ impl<'a> Trainer<'a> {
             own: replica.parameters.own().clone(),
             sharding: replica.parameters.sharding().clone(),
             optimizer,
+            copy,
             clip: clip.alone(),
             unfinished: self.unfinished,
             held,
@@ -725,7 +731,11 @@ impl<'a> Trainer<'a> {
         let span = parts.world.begin_span();
         let routers = parts.replica.routers.as_ref().map(RouterTable::share);
         let norms = parts.clip.measure(parts.optimizer.home(), &grads);
-        let mut collectives: Vec<Work> = routers.into_iter().chain(norms).collect();
+        let copied = parts
+            .copy
+            .iter()
+            .flat_map(|copy| copy.exchange_sums(&parts.world.compute, &parts.replica.parameters, &grads));
+        let mut collectives: Vec<Work> = routers.into_iter().chain(norms).chain(copied).collect();
         for work in &collectives {
             parts.arrive(work, &mut times)?;
         }
@@ -754,6 +764,9 @@ impl<'a> Trainer<'a> {
             (self.version, self.unfinished) = (None, None);
         }
         let exchanges = (parts.optimizer).step(stream, parameters.own(), &grads, &update);
+        if let Some(copy) = &parts.copy {
+            copy.step(stream, &update);
+        }
         parts
             .world
             .end_span(span, Kind::Optimizer, || "update".to_owned());
