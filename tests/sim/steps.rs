@@ -6,6 +6,7 @@
 //! those of a run that nothing disturbed. A rank that trained in the generation of the newest state must hold that state.
 
 mod generation;
+mod kills;
 mod layout;
 
 use std::collections::BTreeMap;
@@ -25,103 +26,10 @@ const VALIDATE_EVERY: u64 = 2;
 const SAVE_EVERY: u64 = 3;
 /// More than any run needs.
 const MAX_TICKS: usize = 20_000;
-/// Seeds of one test; they take a few seconds.
-const SEEDS: u64 = 3000;
-/// Seeds among which one must show that a rule is needed.
-const MAX_SEEDS: u64 = 50_000;
-
-#[test]
-fn deaths_change_no_step() {
-    if let Some(seed) = number("DDP_SIM_SEED") {
-        println!("seed {seed}: {:#?}", Run::new(seed, Rules::default()).run());
-        return;
-    }
-    let (first, seeds) = (
-        number("DDP_SIM_FIRST").unwrap_or(0),
-        number("DDP_SIM_SEEDS").unwrap_or(SEEDS),
-    );
-    let mut all = Tally::default();
-    for seed in first..first + seeds {
-        let replay = Replay(seed, "deaths_change_no_step");
-        all.add(Run::new(seed, Rules::default()).run().unwrap());
-        std::mem::forget(replay);
-    }
-    println!("{all:#?}");
-    for action in Action::ALL {
-        assert!(
-            all.kills.contains_key(&action),
-            "no kill before {action:?}: {all:#?}"
-        );
-    }
-    for event in [
-        "kept",
-        "received",
-        "received from a buddy",
-        "finished alone",
-        "skipped alone",
-        "reloaded",
-        "cut off",
-        "all dead",
-    ] {
-        assert!(all.events.contains_key(event), "not `{event}`: {all:#?}");
-    }
-}
-
-/// Without the barrier a rank may update while another one lacks what it needs for it, or knows better than to update.
-#[test]
-fn without_the_barrier_shards_of_different_steps_mix() {
-    let rules = Rules {
-        barrier: false,
-        ..Rules::default()
-    };
-    assert_fails(&rules, 0, "cannot finish step");
-    assert_fails(&rules, 0, "mixed");
-}
-
-/// A rank may finish a step and die before its buddy has what the copy needs for it.
-#[test]
-fn copies_whose_gradients_are_not_behind_the_barrier_lack_a_step() {
-    let rules = Rules {
-        copies_before_barrier: false,
-        ..Rules::default()
-    };
-    assert_fails(&rules, 0, "mixed");
-}
-
-/// A node that was cut off has finished a step that others did again, on other ranks.
-#[test]
-fn without_generations_states_of_different_worlds_mix() {
-    let rules = Rules {
-        generations: false,
-        ties: false,
-        ..Rules::default()
-    };
-    assert_fails(&rules, 0, "mixed");
-}
-
-/// A node that was cut off comes back with a step that others did again and saved.
-#[test]
-fn a_state_that_others_left_behind_does_not_stand_in_for_a_checkpoint() {
-    let rules = Rules {
-        ties: false,
-        ..Rules::default()
-    };
-    // It is rare: the search begins near a run that shows it.
-    assert_fails(&rules, 37_500, "is not in the checkpoint of its step");
-}
-
-/// Some run from the first seed on must fail so under these rules.
-#[track_caller]
-fn assert_fails(rules: &Rules, first: u64, how: &str) {
-    let mut errors = (first..first + MAX_SEEDS).filter_map(|seed| Run::new(seed, rules.clone()).run().err());
-    assert!(
-        errors.any(|error| error.contains(how)),
-        "no run fails with `{how}`"
-    );
-}
 
 /// The rules of a step, to see what becomes of a run without one of them.
 #[derive(Clone)]
+#[expect(clippy::struct_excessive_bools, reason = "they are independent")]
 struct Rules {
     /// No rank updates before all have their sums and the norm.
     barrier: bool,
@@ -610,6 +518,28 @@ impl Run {
         Some(Action::Validate)
     }
 
+    /// What an action of a step gets of other ranks. None until it is there.
+    fn exchange_in_step(&mut self, process: usize, next: Action, sample: u64) -> Option<Vec<u64>> {
+        let it = &self.processes[process];
+        let value = match next {
+            Action::Gather => it.state.chain,
+            Action::Leave => u64::from(is_finite(self.seed, sample)),
+            Action::CopySums => it.sums,
+            _ => it.contribution,
+        };
+        match next {
+            Action::Gather | Action::Norm | Action::Updated => self.exchange(process, Among::Replica, value),
+            Action::FirstBucket | Action::LastBucket | Action::CopySums => {
+                self.exchange(process, Among::Gradients, value)
+            }
+            Action::Leave => match self.exchange(process, Among::All, value) {
+                None if self.rules.barrier => None,
+                rows => Some(rows.unwrap_or_default()),
+            },
+            _ => Some(Vec::new()),
+        }
+    }
+
     /// The actions of a step.
     fn train(&mut self, process: usize) -> Option<Action> {
         let Process {
@@ -625,25 +555,7 @@ impl Run {
             held.version.step,
             held.samples + mesh.index(rank, &SAMPLES) as u64 * BATCH,
         );
-        let value = match next {
-            Action::Gather => self.processes[process].state.chain,
-            Action::Leave => u64::from(is_finite(self.seed, sample)),
-            Action::CopySums => self.processes[process].sums,
-            _ => self.processes[process].contribution,
-        };
-        let exchanged = match next {
-            Action::Gather | Action::Norm | Action::Updated => {
-                self.exchange(process, Among::Replica, value)?
-            }
-            Action::FirstBucket | Action::LastBucket | Action::CopySums => {
-                self.exchange(process, Among::Gradients, value)?
-            }
-            Action::Leave => match self.exchange(process, Among::All, value) {
-                None if self.rules.barrier => return None,
-                rows => rows.unwrap_or_default(),
-            },
-            _ => Vec::new(),
-        };
+        let exchanged = self.exchange_in_step(process, next, sample)?;
         let has_buddies = self.layout.has_buddies();
         let copies_first = self.rules.copies_before_barrier;
         let it = &mut self.processes[process];

@@ -8,7 +8,7 @@ use crate::collective::WireBytes;
 use crate::config::{Strategy, TrainConfig};
 use crate::mesh::{Axis, Span};
 use crate::parallel::Reducer;
-use crate::train::buddy::BuddyCopy;
+use crate::train::BuddyCopy;
 use crate::train::idle_world::idle_world;
 use crate::train::rank_spec::RankSpec;
 use crate::train::replica::Replica;
@@ -114,7 +114,12 @@ impl Estimate {
             strategy: spec.strategy.strategy,
             parameters: spec.model.param_count() as u64,
             padded: replica.parameters.sharding().whole_len() as u64,
-            held: Footprint::of(&replica, &reducer, &optimizer, copy.as_ref()),
+            held: Footprint::of(
+                &replica,
+                &reducer,
+                &optimizer,
+                copy.as_ref().map_or(0, BuddyCopy::bytes),
+            ),
         })
     }
 }

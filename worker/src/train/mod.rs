@@ -12,7 +12,6 @@
 //! | `step/` | the loop over the steps, and one step |
 //! | `checkpointing/` | saving, resuming, and the global batch of a run that is resumed on other ranks |
 //! | `reporting/` | the record of each step, the console, and the steps whose timeline is written |
-//! | `buddy.rs` | a second copy of another rank's part of the state, where no other rank has one |
 //! | `rank_spec.rs` | what a rank holds and does, decided before anything is allocated; its rehearsal |
 //! | `strategy.rs` | what a strategy holds of parameters and gradients, and a rank of the model |
 //! | `run_row.rs` | the only loop over a row of a schedule |
@@ -24,7 +23,6 @@
 //! | `world.rs` | this rank among the others: device, stream, communicator |
 //! | `error.rs` | why a worker cannot go on |
 
-pub(crate) mod buddy;
 mod checkpointing;
 mod device_choice;
 mod error;
@@ -44,10 +42,8 @@ pub(crate) mod strategy;
 mod warm_up;
 mod world;
 
-pub use checkpointing::{
-    Decision, GoOn, Held, Place, Version, check_initial_weights, check_resumes,
-    decide,
-};
+pub(crate) use checkpointing::BuddyCopy;
+pub use checkpointing::{Decision, GoOn, Held, Place, Version, check_initial_weights, check_resumes, decide};
 pub use error::TrainError;
 pub use reporting::Footprint;
 pub use run::{Ended, run_generations, run_worker};

@@ -40,20 +40,22 @@ pub fn run_generations(
     first: Assignment,
     mut next: impl FnMut(&mut Ended) -> Option<Assignment>,
 ) -> Ended {
-    let mut kept = None;
-    let mut ended = run_generation(config, first, &mut kept);
-    while let Some(assignment) = next(&mut ended) {
-        ended = run_generation(config, assignment, &mut kept);
+    let (mut assignment, mut kept) = (first, None);
+    loop {
+        let mut ended = run_generation(config, &assignment, &mut kept);
+        match next(&mut ended) {
+            Some(next) => assignment = next,
+            None => return ended,
+        }
     }
-    ended
 }
 
 /// `kept` is what the rank has of the generation before, and then of this one.
-fn run_generation(config: &TrainConfig, assignment: Assignment, kept: &mut Option<Kept>) -> Ended {
+fn run_generation(config: &TrainConfig, assignment: &Assignment, kept: &mut Option<Kept>) -> Ended {
     let session = assignment.session.clone();
     session.heartbeat(0, Phase::Starting, None);
     let mut world = None;
-    let ended = train(config, &assignment, &mut world, kept).map_err(|error| {
+    let ended = train(config, assignment, &mut world, kept).map_err(|error| {
         if let Some(rank) = error.lost_rank() {
             session.report_peer_lost(rank);
         }

@@ -6,9 +6,8 @@ use std::time::Instant;
 use ddp_proto::control::Sizes;
 
 use super::TrainError;
-use super::buddy::BuddyCopy;
 use super::checkpointing::{
-    BatchBefore, Checkpoints, Kept, Origin, SavedRun, allowed_sizes, check_initial_weights,
+    BatchBefore, BuddyCopy, Checkpoints, Kept, Origin, SavedRun, allowed_sizes, check_initial_weights,
     document, exchange, identity, load, open_checkpoint, recover, rescale,
 };
 use super::device_choice::{Choice, outlives};
@@ -128,7 +127,7 @@ pub(super) fn open<'a>(
         Origin::kept(&run.identity, go_on)
     } else {
         match latest {
-            Some(step) => Origin::Saved(open_checkpoint(run.dir.path(), step, &run.identity)?),
+            Some(step) => Origin::Saved(Box::new(open_checkpoint(run.dir.path(), step, &run.identity)?)),
             None => Origin::fresh(config, &spec.model, session)?,
         }
     };
@@ -192,12 +191,8 @@ pub(super) fn prepare<'a>(
     let world = World::connect(config, session, compute, transport.clone(), spec.strategy.mesh)?;
     *joined = Some(world.clone());
     let groups = spec.connect(&world)?;
-    let taken = world
-        .compute
-        .device
-        .taken_bytes()
-        .zip(taken_before)
-        .filter(|_| world.size() > 1);
+    let taken = world.compute.device.taken_bytes().zip(taken_before);
+    let taken = taken.filter(|_| world.size() > 1);
     let home = state_home(&world, config, &run_dir, kept.as_ref())?;
     let own = kept.as_ref().and_then(|kept| kept.own(&spec));
     let (parameters, reducer) = spec.allocate(&world, &groups, &home, own)?;

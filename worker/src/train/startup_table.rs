@@ -61,7 +61,7 @@ fn rows(prepared: &Prepared<'_>) -> Rows {
         &trainer.replica,
         &prepared.reducer,
         &trainer.optimizer,
-        trainer.copy.as_ref(),
+        trainer.copy_bytes(),
     );
     let snapshot = trainer.checkpoints.snapshot_bytes() as u64;
     let stretched = |before| stretched(train, before, trainer.first_step, global_batch.samples());

@@ -406,21 +406,6 @@ fn generations_after(victims: [usize; 2], deaf: Option<usize>) -> Vec<u32> {
     generations(&job)
 }
 
-/// A rank on a GPU does not outlive another one.
-#[test]
-fn a_device_that_runs_ahead_has_no_buddies() {
-    let mut job = job(|c| with_buddies(c, Strategy::Zero2));
-    job.device = Some(Box::new(|_| Arc::new(DeferredDevice::new())));
-    for ended in job.run(2) {
-        let error = ended.unwrap_err().to_string();
-        assert!(
-            error.contains("`train.recovery: buddy` has no effect on GPUs"),
-            "{error}"
-        );
-    }
-    assert!(!job.out_dir().exists());
-}
-
 #[test]
 fn a_part_is_lost_only_with_a_rank_and_its_buddy() {
     assert_eq!(generations_after([0, 2], None), [1, 1, 1, 1, 2, 2]);

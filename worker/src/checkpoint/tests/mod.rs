@@ -9,10 +9,7 @@ use std::sync::Arc;
 use tempfile::TempDir;
 
 use super::storage::{Disk, DiskStep, Storage};
-use super::{
-    CheckpointError, Extent, Reader, Rng, State, TensorKind, TensorName, Which, Writer,
-    step_name,
-};
+use super::{CheckpointError, Extent, Reader, Rng, State, TensorKind, TensorName, Which, Writer, step_name};
 use crate::device::DType;
 use crate::model::Region;
 

@@ -4,6 +4,7 @@
 
 use std::sync::Arc;
 
+use super::buddy::BuddyCopy;
 use super::owned_state::RankState;
 use super::recovery::{Decision, GoOn, Held, Version, decide};
 use crate::collective::{Failure, Launch, StoreExchange, Traffic, Wait};
@@ -13,7 +14,6 @@ use crate::optim::{Clip, Optimizer, UpdateStep};
 use crate::parallel::{AgreementError, ArenaShare, Parameters, Sharding, group_axes};
 use crate::session::Session;
 use crate::train::TrainError;
-use crate::train::buddy::BuddyCopy;
 use crate::train::rank_spec::RankSpec;
 use crate::train::reporting::say;
 use crate::train::world::{is_restarted, timeout};

@@ -346,9 +346,9 @@ mod tests {
     fn a_buddy_stands_in_for_a_rank_that_no_other_is_a_copy_of() {
         let four = sharded(4, None);
         for (reports, wanted) in [
-            ("- +1:5 +1:5 +1:5", "1:5 of ranks 1, 2, 3"),
-            ("- +1:4>1:5 +1:5 +1:5", "1:5 of ranks 1, 2, 3"),
-            ("+1:4 +1:5 +1:5 +1:5", "1:5 of ranks 1, 2, 3"),
+            ("- +1:5 +1:5 +1:5", "1:5 of ranks 1 to 3"),
+            ("- +1:4>1:5 +1:5 +1:5", "1:5 of ranks 1 to 3"),
+            ("+1:4 +1:5 +1:5 +1:5", "1:5 of ranks 1 to 3"),
             ("- +1:5 - +1:5", "1:5 of ranks 1, 3"),
             (
                 "+1:5 - - +1:5",

@@ -51,7 +51,7 @@ pub(crate) enum Origin {
     /// Published weights, if there are some, and random numbers from the seed.
     Fresh(Option<PretrainedWeights>),
     /// Its latest checkpoint.
-    Saved(Reader),
+    Saved(Box<Reader>),
     /// What the ranks of the generation before still have.
     Kept {
         /// What a checkpoint would say of it.

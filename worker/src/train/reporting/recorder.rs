@@ -16,7 +16,6 @@ use crate::metrics::{
 use crate::optim::Optimizer;
 use crate::parallel::Reducer;
 use crate::train::TrainError;
-use crate::train::buddy::BuddyCopy;
 use crate::train::replica::Replica;
 use crate::train::strategy::work;
 use crate::train::world::World;
@@ -61,12 +60,7 @@ pub struct Footprint {
 }
 
 impl Footprint {
-    pub(crate) fn of(
-        replica: &Replica,
-        reducer: &Reducer,
-        optimizer: &Optimizer,
-        copy: Option<&BuddyCopy>,
-    ) -> Self {
+    pub(crate) fn of(replica: &Replica, reducer: &Reducer, optimizer: &Optimizer, copy_bytes: usize) -> Self {
         let (params, sums) = (replica.parameters.bytes(), reducer.sum_bytes_by_place());
         let padded = replica.parameters.sharding().whole_len();
         let padding = (padded - replica.model.held_count()) as f64 / padded as f64;
@@ -78,7 +72,7 @@ impl Footprint {
             gathered: replica.parameters.gathered_bytes() as u64,
             grads: (reducer.bytes() - reducer.sum_bytes() + sums.device) as u64,
             in_flight: reducer.in_flight_bytes() as u64,
-            optimizer: (state.device + copy.map_or(0, BuddyCopy::bytes)) as u64,
+            optimizer: (state.device + copy_bytes) as u64,
             offloaded: [state.host as u64, state.file as u64],
             offloaded_params: [params.host + sums.host, params.file + sums.file].map(|bytes| bytes as u64),
             padding: (elements as f64 * padding) as u64,

@@ -29,9 +29,8 @@ use crate::parallel::{ArenaShare, DeviceTimes, Dtypes, Reducer};
 use crate::session::Session;
 use crate::timeline::Kind;
 use crate::train::TrainError;
-use crate::train::buddy::BuddyCopy;
 use crate::train::checkpointing::{
-    Checkpoints, Held, Kept, Place, Position, RankState, UnfinishedStep, Version,
+    BuddyCopy, Checkpoints, Held, Kept, Place, Position, RankState, UnfinishedStep, Version,
 };
 use crate::train::rank_spec::RankSpec;
 use crate::train::rank_table::{RankTable, StepTable};
@@ -90,9 +89,14 @@ impl TrainerParts<'_> {
         GlobalBatch::of(self.config, &self.spec.strategy.mesh)
     }
 
+    /// Bytes of the copy of another rank's part.
+    pub(crate) fn copy_bytes(&self) -> usize {
+        self.copy.as_ref().map_or(0, BuddyCopy::bytes)
+    }
+
     /// What this rank holds.
     fn memory(&self, reducer: &Reducer) -> Memory {
-        let held = Footprint::of(&self.replica, reducer, &self.optimizer, self.copy.as_ref());
+        let held = Footprint::of(&self.replica, reducer, &self.optimizer, self.copy_bytes());
         Memory {
             checkpoint: self.checkpoints.snapshot_bytes() as u64,
             device_peak: self.world.compute.device.peak_bytes().unwrap_or(0) as u64,
@@ -177,6 +181,15 @@ impl TrainerParts<'_> {
             lr: (f64::from(lr) * batch_factor(train, self.global_batch().samples())) as f32,
             number: step + 1,
         }
+    }
+
+    /// Puts the update of what this rank holds on the stream. Returns the exchanges with other ranks that it waits for.
+    fn put_update(&self, grads: &ArenaShare, update: &UpdateStep) -> Vec<Work> {
+        let stream = self.world.compute.stream;
+        if let Some(copy) = &self.copy {
+            copy.step(stream, update);
+        }
+        (self.optimizer).step(stream, self.replica.parameters.own(), grads, update)
     }
 
     /// Sends the losses of this rank, which holds the sums of `step` and their norm: the barrier before the update.
@@ -726,21 +739,19 @@ impl<'a> Trainer<'a> {
             device_times,
             positions,
         } = parts.passes(reducer, step, &mut times)?;
-        let Compute { device, stream } = parts.world.compute.clone();
+        let (world, parameters) = (&parts.world, &parts.replica.parameters);
+        let Compute { device, stream } = world.compute.clone();
         let (norm_began, shared_before) = (Instant::now(), times.share);
-        let span = parts.world.begin_span();
+        let span = world.begin_span();
         let routers = parts.replica.routers.as_ref().map(RouterTable::share);
         let norms = parts.clip.measure(parts.optimizer.home(), &grads);
-        let copied = parts
-            .copy
-            .iter()
-            .flat_map(|copy| copy.exchange_sums(&parts.world.compute, &parts.replica.parameters, &grads));
+        let copied = parts.copy.iter();
+        let copied = copied.flat_map(|copy| copy.exchange_sums(&world.compute, parameters, &grads));
         let mut collectives: Vec<Work> = routers.into_iter().chain(norms).chain(copied).collect();
         for work in &collectives {
             parts.arrive(work, &mut times)?;
         }
-        let update = parts.update(step);
-        let version = parts.version(step + 1);
+        let (update, version) = (parts.update(step), parts.version(step + 1));
         self.unfinished = Some(UnfinishedStep {
             version,
             grads: grads.clone(),
@@ -751,25 +762,19 @@ impl<'a> Trainer<'a> {
         collectives.push(barrier);
         parts.step_table.stamp();
         parts.clip.finish(Some(parts.step_table.rows()));
-        parts.world.end_span(span, Kind::Optimizer, || "norm".to_owned());
+        world.end_span(span, Kind::Optimizer, || "norm".to_owned());
         // Nothing of this step is in flight that the stream does not wait for. What the update sends, and its time,
         // belongs to the step that waits for it.
         let now = parts.sent();
         let sent = now - std::mem::replace(&mut self.accounted, now);
         let device_times = [vec![device_times], parts.replica.take_device_times()].concat();
-        let parameters = &parts.replica.parameters;
-        let span = parts.world.begin_span();
+        let span = world.begin_span();
         if parts.has_run() {
             // The barrier too: from here on no other rank is needed.
             (self.version, self.unfinished) = (None, None);
         }
-        let exchanges = (parts.optimizer).step(stream, parameters.own(), &grads, &update);
-        if let Some(copy) = &parts.copy {
-            copy.step(stream, &update);
-        }
-        parts
-            .world
-            .end_span(span, Kind::Optimizer, || "update".to_owned());
+        let exchanges = parts.put_update(&grads, &update);
+        world.end_span(span, Kind::Optimizer, || "update".to_owned());
         let is_whole = exchanges.is_empty() && parts.has_run();
         self.version = is_whole.then_some(version).or(self.version);
         collectives.extend(exchanges);
@@ -779,9 +784,7 @@ impl<'a> Trainer<'a> {
         let waited =
             times.account(parameters.tracker().take_times()) + times.share.saturating_sub(shared_before);
         times.optimizer = norm_began.elapsed().saturating_sub(waited);
-        parts
-            .world
-            .end_span(whole, Kind::Step, || format!("step {}", step + 1));
+        world.end_span(whole, Kind::Step, || format!("step {}", step + 1));
         Ok(EnqueuedStep {
             numbers: StepNumbers {
                 step,

@@ -6,14 +6,14 @@
 
 use std::sync::Arc;
 
-use super::TrainError;
-use super::rank_spec::RankSpec;
 use crate::collective::{AllToAll, Communicator, Launch, Traffic, Work};
 use crate::config::Recovery;
 use crate::device::{ArenaSpec, Buffer, Compute, DType, DeviceError, StateMemory, Stream};
 use crate::mesh::Buddies;
 use crate::optim::{Optimizer, UpdateStep};
 use crate::parallel::{ArenaShare, Parameters, ReplicaSet, Sharding};
+use crate::train::TrainError;
+use crate::train::rank_spec::RankSpec;
 
 /// The copy that a rank keeps.
 pub(crate) struct BuddyCopy {
