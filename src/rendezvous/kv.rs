@@ -46,7 +46,7 @@ pub(super) struct Read {
     pub(super) generation: u64,
     pub(super) assignment_id: String,
     pub(super) wanted: Wanted,
-    /// It waits for so long.
+    /// The longest wait.
     pub(super) timeout: Duration,
 }
 
@@ -54,7 +54,7 @@ pub(super) struct Read {
 #[derive(Debug)]
 pub(super) enum Wanted {
     Key(String),
-    /// All keys with this prefix, once there are so many.
+    /// All keys with this prefix, once this number of them is written.
     Prefix(String, usize),
 }
 

@@ -151,8 +151,8 @@ impl CudaContext {
         &self.account
     }
 
-    /// From now on nobody waits for the device to come to rest, and its memory stays until the process ends or the device
-    /// recovers: what is in flight may never end, and whoever frees memory would wait for it.
+    /// From now on no call waits for the device to come to rest, and its memory stays until the process ends or the device
+    /// recovers: what is in flight may never end, and freeing memory waits for it.
     pub fn abandon(&self) {
         self.abandoned.store(true, Ordering::Relaxed);
     }

@@ -221,7 +221,7 @@ impl Device for CudaDevice {
         self.attempt(stream, "stamp", |stream, _| {
             expect_same_bytes("stamp", size_of::<f64>(), dst.bytes())?;
             let target = self.address(dst)?.raw();
-            // SAFETY: the page-locked memory has so many bytes, and lives as long as the device, which drops its streams before.
+            // SAFETY: the page-locked memory has this size, and lives as long as the device, which drops its streams before.
             let copied =
                 unsafe { calls::copy_in(target, self.stamp.ptr().cast(), dst.bytes(), stream.raw()) };
             copied.map_err(|error| driver_error("cannot copy the stamp".to_owned(), error))

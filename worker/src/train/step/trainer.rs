@@ -342,21 +342,23 @@ impl<'a> Trainer<'a> {
         }
         let is_read = !self.parts.checkpoints.abandon();
         self.parts.world.comm.abandon();
-        let Compute { device, stream } = &self.parts.world.compute;
-        if device.is_asynchronous() && !self.parts.session.outlives() {
-            // Nobody waits for the device.
+        if self.parts.world.compute.device.is_asynchronous() && !self.parts.session.outlives() {
+            // The process ends, without a wait for the device.
             return Ok(None);
         }
-        device.recover(*stream, RECOVERY_PATIENCE)?;
+        let kept = self.keep()?;
+        Ok(kept.filter(|_| !is_read))
+    }
+
+    /// What the next generation can go on from, when no thread of this one uses it any more. `None` if it is not whole. An
+    /// error if it must go on in another process.
+    pub(crate) fn keep(mut self) -> Result<Option<Kept>, DeviceError> {
+        let Compute { device, stream } = self.parts.world.compute.clone();
+        device.recover(stream, RECOVERY_PATIENCE)?;
         if device.is_asynchronous() {
             self.unfinished = None;
             self.read_rest();
         }
-        if is_read { Ok(None) } else { self.keep() }
-    }
-
-    /// What the next generation can go on from, when no thread of this one uses it any more. `None` if it is not whole.
-    pub(crate) fn keep(self) -> Result<Option<Kept>, DeviceError> {
         let updates = self.parts.clip.updates()?;
         let Some(version) = self.version else {
             return Ok(None);
