@@ -436,10 +436,10 @@ impl Run {
                 world.sent[rank] = Some(it.state.clone());
             }
         }
-        let original = world.mesh.buddies(it.rank).original;
-        if self.layout.has_buddies() && !go_on.holders[original] {
-            assert_eq!(held.copy_of, Some(Place::of(&world.mesh, original)));
-            world.sent[original] = Some(it.copy.clone());
+        let owner = world.mesh.buddies(it.rank).owner;
+        if self.layout.has_buddies() && !go_on.holders[owner] {
+            assert_eq!(held.copy_of, Some(Place::of(&world.mesh, owner)));
+            world.sent[owner] = Some(it.copy.clone());
             self.tally.count("received from a buddy");
         }
         Action::Load
@@ -509,12 +509,12 @@ impl Run {
         let parts = self.exchange(process, Among::Gradients, self.processes[process].state.chain)?;
         let it = &mut self.processes[process];
         let mesh = &self.worlds[it.world].mesh;
-        let original = mesh.buddies(it.rank).original;
+        let owner = mesh.buddies(it.rank).owner;
         it.copy = State {
-            chain: parts[mesh.index(original, &PARTS)],
+            chain: parts[mesh.index(owner, &PARTS)],
             history: it.state.history.clone(),
         };
-        it.held.as_mut()?.copy_of = Some(Place::of(mesh, original));
+        it.held.as_mut()?.copy_of = Some(Place::of(mesh, owner));
         Some(Action::Validate)
     }
 
@@ -583,7 +583,7 @@ impl Run {
             Action::Norm if has_buddies && copies_first => Action::CopySums,
             Action::Norm => Action::Enter,
             Action::CopySums => {
-                it.copy_sums = exchanged[mesh.index(mesh.buddies(rank).original, &PARTS)];
+                it.copy_sums = exchanged[mesh.index(mesh.buddies(rank).owner, &PARTS)];
                 if copies_first {
                     Action::Enter
                 } else {

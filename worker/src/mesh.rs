@@ -134,7 +134,7 @@ pub struct Buddies {
     /// The rank that keeps a copy of this rank's part.
     pub buddy: usize,
     /// The rank of whose part this rank keeps a copy.
-    pub original: usize,
+    pub owner: usize,
 }
 
 /// Ranks along each axis that has several, as `pp 4 × dp 2 × tp 8`.
@@ -199,7 +199,7 @@ impl MeshShape {
     }
 
     /// The buddies of a rank, among the ranks that hold one copy of the state with it: the buddy comes as many places later
-    /// as a node has of them, so that with several equal nodes it is on another one.
+    /// as the first node has of them: it is on another node if each has as many.
     pub fn buddies(&self, rank: usize) -> Buddies {
         let (peers, at) = (
             self.members(rank, self.sharded()),
@@ -210,7 +210,7 @@ impl MeshShape {
         let later = if on_first == peers.len() { 1 } else { on_first };
         Buddies {
             buddy: peers[(at + later) % peers.len()],
-            original: peers[(at + peers.len() - later) % peers.len()],
+            owner: peers[(at + peers.len() - later) % peers.len()],
         }
     }
 
@@ -641,12 +641,12 @@ mod tests {
     #[test]
     fn a_buddy_is_on_another_node_if_there_are_several() {
         let buddies = |shape: MeshShape, rank| {
-            let Buddies { buddy, original } = shape.buddies(rank);
+            let Buddies { buddy, owner } = shape.buddies(rank);
             assert_eq!(
-                (shape.buddies(buddy).original, shape.buddies(original).buddy),
+                (shape.buddies(buddy).owner, shape.buddies(owner).buddy),
                 (rank, rank)
             );
-            [original, buddy]
+            [owner, buddy]
         };
         let of = |nodes, local, rank| buddies(shape(None, nodes, local, nodes * local).unwrap(), rank);
         assert_eq!([of(1, 4, 0), of(1, 4, 3), of(1, 1, 0)], [[3, 1], [2, 0], [0, 0]]);

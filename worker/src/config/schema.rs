@@ -478,7 +478,7 @@ words! {
     Recovery {
         /// All ranks read the latest checkpoint.
         None = "none",
-        /// From its buddy, which keeps a copy of it, on another node if there are several.
+        /// From its buddy, which keeps a copy of it, on another node if all have equally many ranks.
         Buddy = "buddy",
     }
 

@@ -178,7 +178,7 @@ impl CudaContext {
                 return Some(Err(DeviceError::Upstream("the device was abandoned".into())));
             }
             // SAFETY: the stream is alive: whoever destroys it takes it out of the streams before.
-            answer(unsafe { calls::stream_query(stream.0) }, "that was to end")
+            answer(unsafe { calls::stream_query(stream.0) }, "unnamed")
         })
     }
 
@@ -464,7 +464,7 @@ impl Streams {
             Some(Ok(()))
         };
         wait_until(poll, Instant::now() + patience, || {
-            "memory to be freed".to_owned()
+            "the GPU to come to rest".to_owned()
         })
     }
 }
@@ -715,7 +715,7 @@ mod tests {
         let Err(DeviceError::TimedOut { what, .. }) = outcome else {
             panic!("{outcome:?}");
         };
-        assert_eq!(what, "memory to be freed");
+        assert_eq!(what, "the GPU to come to rest");
         let failed = DeviceError::Upstream("failed".into());
         let outcome = streams.come_to_rest(LONG, |_| Some(Err(failed.clone())));
         assert_eq!(outcome, Err(failed));

@@ -43,6 +43,8 @@ pub fn run_generations(
     let (mut assignment, mut kept) = (first, None);
     loop {
         let mut ended = run_generation(config, &assignment, &mut kept);
+        // It holds the device, too.
+        drop(assignment);
         match next(&mut ended) {
             Some(next) => assignment = next,
             None => return ended,

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::TrainError;
+use super::checkpointing::BuddyCopy;
 use super::idle_world::idle_world_on;
 use super::rank_spec::RankSpec;
 use super::rank_table::StepTable;
@@ -49,6 +50,7 @@ pub(super) fn warm_up(
     let optimizer = spec.optimizer(parameters, &home)?;
     let (set, sharding) = (parameters.replica_set(), parameters.sharding());
     let clip = Clip::new(set, &world.compute, sharding, norm_order, &spec.config.train)?;
+    let copy = BuddyCopy::new(spec, set, &home)?;
     let table = StepTable::new(&world)?;
     idle.weigh(1.0);
     // The second micro-batch adds to what the first has left.
@@ -66,6 +68,9 @@ pub(super) fn warm_up(
     let stream = world.compute.stream;
     let _ = optimizer.step(stream, own, &grads, &update);
     optimizer.round(stream, own);
+    if let Some(copy) = copy {
+        copy.step(stream, &update);
+    }
     rehearse_evaluation(&mut idle, 1)?;
     Ok(replica.world.compute.synchronize()?)
 }

@@ -22,6 +22,8 @@ pub(super) struct Members {
     members: BTreeMap<LocalRank, Member>,
     /// More may be started. It can outlast the generation.
     spawning: bool,
+    /// Some were parked before this generation.
+    has_kept: bool,
 }
 
 impl Members {
@@ -31,11 +33,12 @@ impl Members {
         for local_rank in (0..count).map(LocalRank) {
             self.members.entry(local_rank).or_insert(Member::Waiting);
         }
-        self.spawning = true;
+        (self.spawning, self.has_kept) = (true, false);
     }
 
     /// False if there is no such worker.
     pub(super) fn spawned(&mut self, local_rank: LocalRank) -> bool {
+        self.has_kept |= self.is_parked(local_rank);
         let member = self.members.get_mut(&local_rank);
         member.map(|member| *member = Member::Running).is_some()
     }
@@ -74,6 +77,11 @@ impl Members {
     /// Nothing more is known of them, but who is parked.
     pub(super) fn forget(&mut self) {
         self.members.retain(|_, member| member.is_parked());
+    }
+
+    /// Some are processes of an earlier generation, which greet the agent again in moments.
+    pub(super) fn has_kept(&self) -> bool {
+        self.has_kept
     }
 
     pub(super) fn is_spawning(&self) -> bool {

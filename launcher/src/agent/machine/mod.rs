@@ -616,7 +616,7 @@ impl Machine {
         Stopped {
             native: self.rules.native,
             grace: self.rules.shutdown_timeout,
-            listening: self.listening,
+            listening: self.listening || self.members.has_kept(),
             are_gone: self.members.are_gone(),
         }
     }

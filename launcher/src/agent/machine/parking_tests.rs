@@ -55,6 +55,21 @@ fn a_parked_worker_runs_again_when_it_is_told_of_the_next_generation() {
 }
 
 #[test]
+fn a_kept_worker_that_has_not_greeted_again_is_not_killed_when_another_one_dies() {
+    let mut play = joining();
+    play.assign(2, 2).spawn(2);
+    play.machine.set_listening(false);
+    assert!(
+        play.exit(0, KILLED).does(&Effect::Arm(LAST_WORDS)) && !play.does(&Effect::SignalAll(libc::SIGKILL))
+    );
+    assert!(play.parked(1).does(&Effect::Sweep) && play.is_spared(1));
+    // Nothing is to be waited for where all are new.
+    play.swept().receive(2, over()).exit(1, KILLED);
+    play.assign(3, 2).spawn(2);
+    assert!(play.exit(0, KILLED).does(&Effect::SignalAll(libc::SIGKILL)));
+}
+
+#[test]
 fn only_workers_that_are_not_parked_are_killed_for_a_generation_that_is_over() {
     let mut play = Play::begin(true);
     play.assign(1, 3).spawn(3);

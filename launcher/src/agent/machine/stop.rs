@@ -17,8 +17,8 @@ use super::exit_reason::ExitReason;
 use crate::supervise::ending::signal_name;
 
 /// How long workers that listen on the control socket may take to report their own error when a generation is over: they
-/// end on their own, after what a device is computing.
-pub(super) const LAST_WORDS: Duration = Duration::from_secs(10);
+/// end on their own, after what a device is computing. A native worker takes less than 14 s (a save, an abort, the device).
+pub(super) const LAST_WORDS: Duration = Duration::from_secs(15);
 /// How long before SIGKILL a program that listens gets the signal; half of the grace if that is less.
 const AFTER_SIGNAL: Duration = Duration::from_secs(5);
 /// How long processes may take to go after SIGKILL.
@@ -61,7 +61,7 @@ pub(super) struct Stopped {
     pub(super) native: bool,
     /// How long they may take to end.
     pub(super) grace: Duration,
-    /// Some of them listen on the control socket.
+    /// Some of them listen on the control socket, or will in moments.
     pub(super) listening: bool,
     /// They have all ended already.
     pub(super) are_gone: bool,

@@ -117,9 +117,8 @@ impl Transport for NcclTransport {
     }
 
     fn abandon(&mut self) {
-        let left = "this rank has left the generation".to_owned();
         self.comm.fail(AbortReason {
-            failure: Failure::GenerationOver(left),
+            failure: Failure::Invalid("this rank has left the generation".to_owned()),
             sequence: None,
         });
         await_aborts(&self.watchdog, &self.comm.membership().name);

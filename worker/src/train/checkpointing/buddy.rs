@@ -19,11 +19,11 @@ use crate::train::rank_spec::RankSpec;
 pub(crate) struct BuddyCopy {
     /// The rank whose part it is a copy of, and the one that has a copy of this rank's part.
     pub(crate) buddies: Buddies,
-    /// That of the original.
+    /// That of the owner.
     sharding: Sharding,
     masters: ArenaShare,
     optimizer: Optimizer,
-    /// The original's sums of this step.
+    /// The owner's sums of this step.
     grads: ArenaShare,
     /// It is at the state of this rank's own part.
     is_whole: bool,
@@ -41,7 +41,7 @@ impl BuddyCopy {
             return Ok(None);
         }
         let buddies = strategy.mesh.buddies(spec.rank);
-        let sharding = strategy.sharding(&spec.layout, buddies.original);
+        let sharding = strategy.sharding(&spec.layout, buddies.owner);
         let shard = |name, dtype| {
             let arena = home.alloc(&ArenaSpec::private(name, dtype, sharding.shard_len()))?;
             Ok::<_, DeviceError>(ArenaShare::Shard(arena))
@@ -68,7 +68,7 @@ impl BuddyCopy {
         self.is_whole.then_some(self)
     }
 
-    /// Sends this rank's sums to its buddy, and receives those of the original.
+    /// Sends this rank's sums to its buddy, and receives those of the owner.
     pub(crate) fn exchange_sums(
         &self,
         compute: &Compute,
@@ -80,13 +80,13 @@ impl BuddyCopy {
         all.collect()
     }
 
-    /// Puts the update of the copy on the stream: that of the original.
+    /// Puts the update of the copy on the stream: that of the owner.
     pub(crate) fn step(&self, stream: Stream, update: &UpdateStep) {
         // It has no exchanges with other ranks.
         let _ = (self.optimizer).step(stream, &self.masters, &self.grads, update);
     }
 
-    /// Gives the part of the original back to it, if it `lacks` that; a rank that lacks its own part gets it of its buddy.
+    /// Gives the part of the owner back to it, if it `lacks` that; a rank that lacks its own part gets it of its buddy.
     pub(crate) fn give_back(
         &self,
         compute: &Compute,
@@ -97,8 +97,8 @@ impl BuddyCopy {
         let comm = peers(parameters);
         for Pieces { own, copy } in self.state(parameters, optimizer) {
             let launch = launch(compute, Traffic::Params);
-            let work = if lacks(self.buddies.original) {
-                comm.send(&copy, index(comm, self.buddies.original), launch)
+            let work = if lacks(self.buddies.owner) {
+                comm.send(&copy, index(comm, self.buddies.owner), launch)
             } else if lacks(comm.members()[comm.rank()]) {
                 comm.recv(&own, index(comm, self.buddies.buddy), launch)
             } else {
@@ -109,13 +109,15 @@ impl BuddyCopy {
         Ok(())
     }
 
-    /// Receives all of the copy, and sends the buddy its copy. A copy from the generation before keeps its bits.
+    /// Receives all of the copy, and sends the buddy its copy. A copy from the generation before keeps its bits meanwhile;
+    /// on a GPU only if no abort comes between, which leaves anything in what a collective receives.
     pub(crate) fn refresh(
         &mut self,
         compute: &Compute,
         parameters: &Parameters,
         optimizer: &Optimizer,
     ) -> Result<(), TrainError> {
+        self.is_whole &= !compute.device.is_asynchronous();
         for pieces in self.state(parameters, optimizer) {
             let work = self.exchange(parameters, pieces, launch(compute, Traffic::Params));
             work.wait(peers(parameters).deadline())?;
@@ -161,14 +163,14 @@ impl BuddyCopy {
         };
         let parts = AllToAll {
             sent_counts: counts(self.buddies.buddy, own.len()),
-            received_counts: counts(self.buddies.original, copy.len()),
+            received_counts: counts(self.buddies.owner, copy.len()),
             sent: own,
         };
         comm.all_to_all(&copy, parts, launch)
     }
 }
 
-/// The same part of some numbers of a rank, and of the original's.
+/// The same part of some numbers of a rank, and of the owner's.
 struct Pieces {
     own: Buffer,
     copy: Buffer,

@@ -136,7 +136,7 @@ pub(crate) fn recover(
         return Ok(None);
     }
     // A GPU may have no room for both layouts at once.
-    kept.take_if(|kept| kept.compute.device.is_asynchronous() && kept.own(spec).is_none());
+    let moved = kept.take_if(|kept| kept.compute.device.is_asynchronous() && kept.own(spec).is_none());
     if let Some(kept) = kept {
         // Other nodes may have changed who keeps whose copy.
         let buddies = spec.strategy.mesh.buddies(spec.rank);
@@ -187,7 +187,8 @@ pub(crate) fn recover(
         }
         Decision::Reload { reason } => {
             *kept = None;
-            if let (0, Some(reason)) = (exchange.rank, reason) {
+            let moved = moved.map(|_| "GPUs keep no state when the number of ranks changes".to_owned());
+            if let (0, Some(reason)) = (exchange.rank, reason.or(moved)) {
                 let from = latest.map_or("the beginning".into(), |step| {
                     format!("the checkpoint of step {step}")
                 });

@@ -2,8 +2,8 @@
 //! checkpoint.
 //!
 //! A rank updates parameters in step `t` only behind a barrier that follows the last reduction of the step. So if one rank
-//! has updated, each of the others has either updated too, or has its sums and the norm, and can finish the step alone. Every
-//! rank reports what it holds ([`Held`]). [`decide`] is a pure function of all reports: all ranks decide the same.
+//! has updated, each of the others has either updated too, or has its sums and the norm, and can finish the step alone (on
+//! a GPU, whose results are read a step later, it gets the state of one that has). Every rank reports what it holds ([`Held`]). [`decide`] is a pure function of all reports: all ranks decide the same.
 //!
 //! The newest [`Version`] counts. Ranks that hold it keep it, and give it to those that do not: in each state group, the
 //! lowest holder among the copies. Where there are no copies, a buddy may keep one (`train.recovery: buddy`), of the same
@@ -253,8 +253,8 @@ mod tests {
     /// stands before that of a rank that is a buddy.
     fn reports(mesh: &MeshShape, text: &str) -> Vec<Option<Held>> {
         let held = |(rank, text): (usize, &str)| {
-            let original = mesh.buddies(rank).original;
-            let copy_of = text.starts_with('+').then(|| Place::of(mesh, original));
+            let owner = mesh.buddies(rank).owner;
+            let copy_of = text.starts_with('+').then(|| Place::of(mesh, owner));
             let text = text.trim_start_matches('+');
             let (at, unfinished) = text
                 .split_once('>')

@@ -42,8 +42,8 @@ use crate::train::run_row::run_row;
 use crate::train::strategy::network;
 use crate::train::world::World;
 
-/// Longest wait for a device to come to rest when its collectives were aborted: it runs what else the host has enqueued. The
-/// launcher waits as long for its workers.
+/// Longest wait for a device to come to rest when its collectives were aborted: it runs what else the host has enqueued. With
+/// what comes before, it is less than the time that the launcher gives its workers.
 const RECOVERY_PATIENCE: Duration = Duration::from_secs(10);
 
 /// What a rank trains with, as the run was set up. Others read it; only the trainer changes it.
@@ -336,13 +336,18 @@ impl<'a> Trainer<'a> {
     /// rank has met, the save under way ends in order. Returns what the next generation can go on from: `None` if the state
     /// is not whole, or a thread may still read it. An error if it must go on in another process.
     pub(crate) fn abandon(mut self, error: &TrainError) -> Result<Option<Kept>, DeviceError> {
+        if let Some(rank) = error.lost_rank() {
+            // Nothing below may keep the agent waiting for it.
+            self.parts.session.report_peer_lost(rank);
+        }
         if error.is_unanimous() {
             // The error that counts is known already.
             let _ = self.parts.with_checkpoints(Checkpoints::drain);
         }
         let is_read = !self.parts.checkpoints.abandon();
         self.parts.world.comm.abandon();
-        if self.parts.world.compute.device.is_asynchronous() && !self.parts.session.outlives() {
+        let ends = error.is_own() || !self.parts.session.outlives();
+        if self.parts.world.compute.device.is_asynchronous() && ends {
             // The process ends, without a wait for the device.
             return Ok(None);
         }
@@ -384,7 +389,7 @@ impl<'a> Trainer<'a> {
             samples: state.consumed_samples,
             batch: state.batch,
             place: Place::of(mesh, world.rank()),
-            copy_of: copy.as_ref().map(|copy| Place::of(mesh, copy.buddies.original)),
+            copy_of: copy.as_ref().map(|copy| Place::of(mesh, copy.buddies.owner)),
             line: self.line.filter(|line| line.step == version.step),
         };
         Ok(Some(Kept {
@@ -401,6 +406,10 @@ impl<'a> Trainer<'a> {
 
     /// Reads the results of the steps that the device has run to their end, when nothing is in flight on it any more.
     fn read_rest(&mut self) {
+        if self.skips.is_skipping() {
+            // The device has skipped these steps too.
+            return;
+        }
         for enqueued in std::mem::take(&mut self.queue) {
             match enqueued.read(self.parts.world.deadline()) {
                 Ok(result) if result.complaint().is_none() => drop(self.note(result)),
@@ -552,13 +561,13 @@ impl<'a> Trainer<'a> {
     /// After a skipped step: the device has skipped those behind it as well, so that the parameters were still those of
     /// the skipped step when it was inspected. They run once more, and count; what both runs sent and took is theirs.
     fn release(&mut self, reducer: &mut Reducer) -> Result<(), TrainError> {
-        let (began, mut held) = (Instant::now(), Vec::new());
+        let (began, mut queued) = (Instant::now(), Vec::new());
         for enqueued in std::mem::take(&mut self.queue) {
-            held.push((enqueued.numbers.step, enqueued.numbers.sent));
+            queued.push((enqueued.numbers.step, enqueued.numbers.sent));
             self.result_of(enqueued, reducer)?;
         }
         self.parts.clip.release();
-        for (step, sent) in held {
+        for (step, sent) in queued {
             let mut again = self.enqueue(reducer, step)?;
             let numbers = &mut again.numbers;
             (numbers.started, numbers.sent) = (began, numbers.sent + sent);
