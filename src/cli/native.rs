@@ -303,8 +303,16 @@ fn train(mut config: TrainConfig, is_same: impl Fn(&TrainConfig) -> bool) -> Exi
         if !goes_on || !is_same(&config) {
             return None;
         }
-        if let Err(error) = ended {
-            eprintln!("note: {error}");
+        if let Err(TrainError::GenerationOver {
+            rank,
+            activity,
+            cause,
+        }) = ended
+        {
+            let place = activity
+                .as_ref()
+                .map_or_else(String::new, |place| format!(" ({place})"));
+            eprintln!("note: rank {rank} left the step{place} and waits for the next start: {cause}");
         }
         is_reported = true;
         // A worker without a place in the next generation ends with the error of this one.

@@ -204,7 +204,7 @@ fn native_training_grows_and_shrinks_and_stays_the_same_run() {
     first.wait_for(
         "continuing with 2 ranks instead of 1: 1 micro-batch per step on each, the global batch stays 4",
     );
-    first.wait_for(&format!("400, resumed after step {left_at}"));
+    first.wait_for(&format!("restarted after step {left_at}"));
 
     // One step beyond a checkpoint of both.
     wait_for_step(&job.out(), left_at + 6);
@@ -254,7 +254,7 @@ fn native_training_keeps_a_node_as_a_spare_if_it_cannot_make_its_global_batch_wi
     };
     let (mut first, second, left_at) = joined(&job, start);
     first.wait_for("continuing with 4 ranks instead of 2");
-    first.wait_for(&format!("400, resumed after step {left_at}"));
+    first.wait_for(&format!("restarted after step {left_at}"));
 
     // One step beyond a checkpoint of all.
     wait_for_step(&job.out(), left_at + 6);
@@ -353,7 +353,7 @@ fn native_training_goes_on_from_the_step_at_which_a_node_was_stopped() {
         .expect_exit(143)
         .expect_stderr("if the other nodes continue, start this node again to rejoin the job");
     second.wait_for("continuing with 1 rank instead of 2");
-    second.wait_for(&format!("1500, resumed after step {left_at}"));
+    second.wait_for(&format!("restarted after step {left_at}"));
 
     // Started again, it is taken in; nothing tells it to resume.
     wait_for_step(&job.out(), left_at + 1);
@@ -366,7 +366,7 @@ fn native_training_goes_on_from_the_step_at_which_a_node_was_stopped() {
     let left_at = stopped_after(&mut second);
     second.wait_for("kept: rank 1");
     assert_eq!(worker(second.pid(), "1"), held, "it was started again");
-    again.wait_for(&format!("1500, resumed after step {left_at}"));
+    again.wait_for(&format!("restarted after step {left_at}"));
     again.finish().expect_exit(0);
     second.finish().expect_exit(0);
     daemon.stop().expect_exit(0);

@@ -125,6 +125,8 @@ struct Disturbed {
     dice: StdRng,
     job: TinyJob,
     running: Running,
+    /// The newest step before the last kill.
+    reached: u64,
     tally: Tally,
 }
 
@@ -134,6 +136,7 @@ impl Disturbed {
         Self {
             dice: StdRng::seed_from_u64(seed),
             running: start(&job),
+            reached: 0,
             tally: Tally::default(),
             job,
         }
@@ -182,6 +185,7 @@ impl Disturbed {
         let moment = moments[self.dice.random_range(0..if is_first { 5 } else { 4 })];
         self.wait_for(moment);
         let (before, generation) = (self.workers(), self.last_line("generation").max(1));
+        self.reached = self.reached.max(self.last_line("step"));
         let mut victims = BTreeSet::new();
         for _ in 0..if moment == Moment::Recovery { 2 } else { 1 } {
             let gap = self.dice.random_range(0..MAX_GAP_MS);
@@ -213,9 +217,9 @@ impl Disturbed {
         }
     }
 
-    /// Waits for what comes before the moment, or the end of the run.
+    /// Waits for what comes before the moment, or the end of the run. A run without progress from kill to kill is given up.
     fn wait_for(&mut self, moment: Moment) {
-        let step = self.last_line("step");
+        let step = self.last_line("step").max(self.reached);
         let awaited = match moment {
             Moment::Start => {
                 worker(self.running.pid(), "0");

@@ -96,10 +96,10 @@ fn the_report_and_the_other_ranks_say_in_which_action_they_were() {
     // The survivors' own words.
     let survivors = words
         .lines()
-        .filter(|line| line.contains("note: rank ") && line.contains(" stopped ("));
+        .filter(|line| line.contains("note: rank ") && line.contains(" left the step ("));
     for survivor in survivors.clone() {
         assert!(
-            survivor.contains("): the launcher stopped the workers: rank 5 (node"),
+            survivor.contains(") and waits for the next start: rank 5 (node"),
             "{survivor}"
         );
         let is_action = [" of micro-batch ", "reduction and update"].map(|action| survivor.contains(action));

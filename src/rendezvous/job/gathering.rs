@@ -130,7 +130,7 @@ impl Job {
             let _ = write!(words, "; waiting for {} more", min - ready);
             words.push_str(&messages::time_left(gathering.until, now));
         } else if self.table.is_stopping() {
-            words.push_str("; waiting for its last workers to exit");
+            words.push_str("; waiting for workers of the generation before to exit");
         } else if let Some(until) = self.takeover.until(now) {
             let left = until.saturating_sub(now).as_secs_f64();
             let _ = write!(

@@ -184,7 +184,7 @@ fn a_node_that_was_given_up_must_stop_before_it_takes_part_again() {
     s.join_with("b", [10, 0, 0, 1], 1, join("b", 1, 2));
     insta::assert_snapshot!(s.words("b"), @"generation 1 over: node `b` was unreachable for longer than its lease (no restart spent)");
     s.rejoin("b", 1, 1, 2);
-    insta::assert_snapshot!(s.words("b"), @"waiting: 1 node joined (of 1 to 2): `b`; waiting for its last workers to exit");
+    insta::assert_snapshot!(s.words("b"), @"waiting: 1 node joined (of 1 to 2): `b`; waiting for workers of the generation before to exit");
 }
 
 #[test]

@@ -100,7 +100,10 @@ fn a_node_that_is_stopped_leaves_at_a_step_boundary_and_nobody_waits_for_it() {
     insta::assert_snapshot!(s.words("a"), @"generation 1 over at a step boundary: node `b` (node rank 1) was stopped by SIGTERM; continuing without it (no restart spent)");
     assert_eq!(s.words("b"), s.words("c"), "all stop at the same boundary");
     s.rejoin("a", 1, 2, 3).rejoin("c", 1, 2, 3);
-    assert!(s.words("c").contains("waiting for its last workers to exit"));
+    assert!(
+        s.words("c")
+            .contains("waiting for workers of the generation before to exit")
+    );
     s.words("a");
     s.leave("b", Some(15), "");
     let (generation, next) = s.assignment("a");

@@ -146,7 +146,7 @@ const CONDITIONS: &[Condition] = &[
     ("train.optimizer.nesterov", "`train.optimizer.kind: sgd` or `muon`", has_momentum),
     ("train.offload.dir", "`train.offload.optimizer: file`", |c| c.train.offload.optimizer == OffloadTarget::File),
     ("train.schedule.decay_steps", "`train.schedule.kind: wsd`", |c| c.train.schedule.kind == LearningRate::Wsd),
-    ("train.recovery", "`zero1`, `zero2` or `zero3` over all ranks (no `parallel.shard_group`, no `parallel.expert`) and `adamw`, `lion` or `sgd` (no `train.offload`)", can_have_buddies),
+    ("train.recovery", "`parallel.strategy: zero1`, `zero2` or `zero3`, an optimizer other than `muon`, and none of `parallel.shard_group`, `parallel.expert` and `train.offload`", can_have_buddies),
     ("train.base_batch", "`train.lr_scaling: linear`", |c| c.train.lr_scaling == LrScaling::Linear),
     ("parallel.sync", "`parallel.strategy: ddp`", |c| c.parallel.strategy == Strategy::Ddp),
     ("parallel.sync_each_batch", "`parallel.strategy: ddp`, `parallel.sync: bucketed` and one pipeline stage", |c| c.parallel.strategy == Strategy::Ddp && c.parallel.sync == Sync::Bucketed && c.parallel.pipeline.stages == 1),

@@ -585,7 +585,7 @@ fn a_buddy_needs_state_that_is_on_one_rank_and_stays_there() {
         assert!(with(&[&format!("parallel.strategy={strategy}")]).is_ok());
     }
     insta::assert_snapshot!(with(&[]).unwrap_err(), @r"
-    `--set train.recovery=buddy`: `train.recovery` has no effect without `zero1`, `zero2` or `zero3` over all ranks (no `parallel.shard_group`, no `parallel.expert`) and `adamw`, `lion` or `sgd` (no `train.offload`)
+    `--set train.recovery=buddy`: `train.recovery` has no effect without `parallel.strategy: zero1`, `zero2` or `zero3`, an optimizer other than `muon`, and none of `parallel.shard_group`, `parallel.expert` and `train.offload`
       hint: leave it out
     ");
     for refused in [

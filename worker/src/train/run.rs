@@ -186,11 +186,13 @@ fn finish(
     if let Some(words) = failed_saves(summary.failed_saves, summary.checkpoint.as_deref()) {
         warn(&words);
     }
-    say(&end_summary(
-        &summary,
-        trainer.first_step,
-        prepared.run_dir.path(),
-    ));
+    let words = end_summary(&summary, trainer.first_step, prepared.run_dir.path());
+    let goes_on = summary.stopped.is_some() && trainer.session.stays();
+    say(if goes_on {
+        words.lines().next().unwrap_or_default()
+    } else {
+        &words
+    });
     if let (Some(_), None) = (&outcome.stopped, &trainer.session.env().control) {
         // Under a launcher, the launcher prints this.
         let run = &trainer.config.run;

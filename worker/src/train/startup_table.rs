@@ -20,12 +20,19 @@ use crate::optim::{batch_factor, learning_rate};
 use crate::parallel::pipeline::PipelinePlan;
 use crate::parallel::{Dtypes, group_axes};
 
+/// Stands between the number of steps and the step after which a life began.
+const RESUMED: &str = ", resumed after step ";
+
 /// The lines for this life of the run. A file in the run's directory has the lines of the life before.
 pub(super) fn startup_table(prepared: &Prepared<'_>) -> String {
     let rows = rows(prepared).0;
     let trainer = prepared.trainer.parts();
     let (is_restarted, step) = (is_restarted(trainer.session.env()), trainer.first_step);
-    let news = prepared.run_dir.exchange_startup(&rows);
+    // Where a life began is no news.
+    let lasting = |row: &String| row.split(RESUMED).next().unwrap_or_default().to_owned();
+    let news = prepared
+        .run_dir
+        .exchange_startup(&rows.iter().map(lasting).collect::<Vec<_>>());
     match news.filter(|_| is_restarted) {
         None => rows.join("\n"),
         Some(news) => restarted(step, &news),
@@ -178,7 +185,7 @@ fn steps(train: &Train, first_step: u64) -> String {
                 "nothing left to train: {first} of {steps} steps are done; increase `train.steps` to continue"
             )
         }
-        first => format!("{steps}, resumed after step {first}"),
+        first => format!("{steps}{RESUMED}{first}"),
     }
 }
 

@@ -224,6 +224,12 @@ fn connect_unix(name: &str, rank: usize, wait: &Wait) -> Result<OwnedFd, Failure
                 std::thread::sleep(BACKLOG_PAUSE);
             }
             Err(Errno::EINTR) => {}
+            Err(Errno::ECONNREFUSED) => {
+                return Err(Failure::PeerLost {
+                    rank,
+                    how: "its process left or died before this rank had connected to it".to_owned(),
+                });
+            }
             Err(error) => return Err(refused(error)),
         }
     }
@@ -245,7 +251,14 @@ fn connect_tcp(address: SocketAddr, rank: usize, wait: &Wait) -> Result<OwnedFd,
              each other's addresses, which `--worker-ports` limits to a range; `--local-addr` sets the address at which other nodes reach a node"
         ),
     };
-    let by_system = |errno: Errno| refused(&errno.desc().to_lowercase());
+    let by_system = |errno: Errno| match (errno, refused(&errno.desc().to_lowercase())) {
+        // It has listened there.
+        (Errno::ECONNREFUSED, refused) => Failure::PeerLost {
+            rank,
+            how: refused.to_string(),
+        },
+        (_, refused) => refused,
+    };
     let target = SockaddrStorage::from(address);
     let family = target.family().unwrap_or(AddressFamily::Inet);
     let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
@@ -539,6 +552,26 @@ mod tests {
         assert!(matches!(next(), Accepted::Refused));
         assert!(matches!(next(), Accepted::One(_)));
         assert!(matches!(next(), Accepted::None));
+    }
+
+    #[test]
+    fn a_rank_that_listens_no_longer_is_lost() {
+        let wait = Wait::new(Duration::from_secs(10), &Cancel::new());
+        let name = format!("ddp-sockets-gone-{}", std::process::id());
+        drop(listen_unix(&name, 1).unwrap());
+        let gone = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+        let errors = [
+            connect_unix(&name, 3, &wait).unwrap_err(),
+            connect_tcp(gone, 3, &wait).unwrap_err(),
+        ];
+        let is_lost = |error: &Failure| matches!(error, Failure::PeerLost { rank: 3, .. });
+        assert!(errors.iter().all(is_lost), "{errors:?}");
+        let [_, words] = errors.map(|error| error.to_string());
+        let first = words.lines().next().unwrap();
+        assert_eq!(
+            first,
+            format!("lost rank 3: cannot reach rank 3 at `{gone}`: connection refused")
+        );
     }
 
     #[test]

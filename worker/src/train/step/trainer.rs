@@ -13,12 +13,13 @@ use std::time::{Duration, Instant};
 
 use ddp_proto::control::{Phase, Progress};
 
+use super::due::Due;
 use super::enqueued_step::{EnqueuedStep, StepNumbers, StepResult, StepTimes};
 use super::evaluation::mean_loss;
 use super::nonfinite::{Decision, Inspection, Skips};
 use super::training_row::{TrainingRow, sample_key};
 use crate::collective::{WireBytes, Work};
-use crate::config::{Train, TrainConfig};
+use crate::config::TrainConfig;
 use crate::costs::GlobalBatch;
 use crate::data::{Loader, Tokens};
 use crate::device::{Compute, DeviceError};
@@ -820,34 +821,4 @@ struct StepGradients {
     device_times: DeviceTimes,
     /// Number of this rank's losses.
     positions: usize,
-}
-
-/// What is to be done after a step.
-#[derive(Clone, Copy, Debug)]
-struct Due {
-    validation: bool,
-    verification: bool,
-    checkpoint: bool,
-    /// Steps whose numbers are not waited for yet.
-    kept: usize,
-}
-
-impl Due {
-    /// After `done` steps, of which the device may have the last `ahead`.
-    fn after(train: &Train, done: u64, ahead: usize) -> Self {
-        let last = done == train.steps;
-        let every = |steps: u64| steps > 0 && done.is_multiple_of(steps);
-        let (validation, verification) = (last || every(train.eval_every), every(train.verify_every));
-        let checkpoint = last || every(train.checkpoint_every);
-        Self {
-            validation,
-            verification,
-            checkpoint,
-            kept: if validation || verification || checkpoint {
-                0
-            } else {
-                ahead
-            },
-        }
-    }
 }
