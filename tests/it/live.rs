@@ -125,7 +125,7 @@ struct Disturbed {
     dice: StdRng,
     job: TinyJob,
     running: Running,
-    /// The newest step before the last kill.
+    /// The newest step before any kill, but for the last ones, which were not written down.
     reached: u64,
     tally: Tally,
 }
@@ -185,7 +185,6 @@ impl Disturbed {
         let moment = moments[self.dice.random_range(0..if is_first { 5 } else { 4 })];
         self.wait_for(moment);
         let (before, generation) = (self.workers(), self.last_line("generation").max(1));
-        self.reached = self.reached.max(self.last_line("step"));
         let mut victims = BTreeSet::new();
         for _ in 0..if moment == Moment::Recovery { 2 } else { 1 } {
             let gap = self.dice.random_range(0..MAX_GAP_MS);
@@ -195,6 +194,7 @@ impl Disturbed {
             if pid.is_some_and(|pid| kill(Pid::from_raw(pid), Signal::SIGKILL).is_ok()) {
                 *self.tally.kills.entry(moment).or_default() += 1;
                 victims.insert(victim);
+                self.reached = self.reached.max(self.last_line("step"));
             }
         }
         eventually("the next generation to train", || {
@@ -226,7 +226,7 @@ impl Disturbed {
                 return;
             }
             Moment::Save => (step + 1).next_multiple_of(SAVE_EVERY),
-            Moment::Step | Moment::Recovery => step + self.dice.random_range(1..5),
+            Moment::Step | Moment::Recovery => step + self.dice.random_range(3..8),
         };
         eventually("the step of a kill", || {
             let is_there = self.last_line("step") >= awaited.min(STEPS);

@@ -13,7 +13,7 @@ use crate::{Breach, assert_none};
 /// Folders whose code is the product.
 const PRODUCTION: [&str; 4] = ["launcher/src", "proto/src", "src", "worker/src"];
 /// Lines of Rust in all of them.
-const LINES: usize = 71_200;
+const LINES: usize = 71_215;
 /// Files of `worker/src`.
 const WORKER_FILES: usize = 272;
 /// A file with fewer lines than this, comments included, is a part of a concept.

@@ -58,9 +58,7 @@ fn run_generation(config: &TrainConfig, assignment: &Assignment, kept: &mut Opti
     session.heartbeat(0, Phase::Starting, None);
     let mut world = None;
     let ended = train(config, assignment, &mut world, kept).map_err(|error| {
-        if let Some(rank) = error.lost_rank() {
-            session.report_peer_lost(rank);
-        }
+        report_lost(&session, &error);
         let verdict = if error.is_consequence() {
             session.verdict()
         } else if error.is_own() {
@@ -94,6 +92,13 @@ fn run_generation(config: &TrainConfig, assignment: &Assignment, kept: &mut Opti
     ended
 }
 
+/// Tells the agent which rank is lost, if that is the error.
+fn report_lost(session: &Session, error: &TrainError) {
+    if let Some(rank) = error.lost_rank() {
+        session.report_peer_lost(rank);
+    }
+}
+
 fn train(
     config: &TrainConfig,
     assignment: &Assignment,
@@ -107,7 +112,14 @@ fn train(
     let ended = begun.and_then(|()| run(&mut prepared, started));
     // Before memory is freed that a collective in flight may use.
     let state = match &ended {
-        Err(error) => prepared.trainer.abandon(error),
+        Err(error) => {
+            // The agent need not wait until the device is at rest.
+            report_lost(&assignment.session, error);
+            if error.is_own() {
+                assignment.session.set_outlives(false);
+            }
+            prepared.trainer.abandon(error)
+        }
         Ok(summary) if summary.stopped.is_some() => prepared.trainer.keep(),
         Ok(_) => Ok(None),
     };

@@ -2,14 +2,12 @@
 //!
 //! | file | what it holds |
 //! |---|---|
-//! | `trainer.rs` | the loop over the steps, one step, and what comes between them |
+//! | `trainer.rs` | the loop over the steps, one step, and what is due between them |
 //! | `training_row.rs` | the row of a schedule in training |
 //! | `enqueued_step.rs` | a step as it is enqueued, and as the device has run it |
-//! | `due.rs` | what is due after which step: validation, verification, a checkpoint |
 //! | `nonfinite.rs` | a step whose numbers are not finite: what to do, and who saw it first |
 //! | `evaluation.rs` | validation, each rank its share |
 
-mod due;
 mod enqueued_step;
 mod evaluation;
 mod nonfinite;

@@ -13,13 +13,12 @@ use std::time::{Duration, Instant};
 
 use ddp_proto::control::{Phase, Progress};
 
-use super::due::Due;
 use super::enqueued_step::{EnqueuedStep, StepNumbers, StepResult, StepTimes};
 use super::evaluation::mean_loss;
 use super::nonfinite::{Decision, Inspection, Skips};
 use super::training_row::{TrainingRow, sample_key};
 use crate::collective::{WireBytes, Work};
-use crate::config::TrainConfig;
+use crate::config::{Train, TrainConfig};
 use crate::costs::GlobalBatch;
 use crate::data::{Loader, Tokens};
 use crate::device::{Compute, DeviceError};
@@ -337,18 +336,13 @@ impl<'a> Trainer<'a> {
     /// rank has met, the save under way ends in order. Returns what the next generation can go on from: `None` if the state
     /// is not whole, or a thread may still read it. An error if it must go on in another process.
     pub(crate) fn abandon(mut self, error: &TrainError) -> Result<Option<Kept>, DeviceError> {
-        if let Some(rank) = error.lost_rank() {
-            // Nothing below may keep the agent waiting for it.
-            self.parts.session.report_peer_lost(rank);
-        }
         if error.is_unanimous() {
             // The error that counts is known already.
             let _ = self.parts.with_checkpoints(Checkpoints::drain);
         }
         let is_read = !self.parts.checkpoints.abandon();
         self.parts.world.comm.abandon();
-        let ends = error.is_own() || !self.parts.session.outlives();
-        if self.parts.world.compute.device.is_asynchronous() && ends {
+        if self.parts.world.compute.device.is_asynchronous() && !self.parts.session.outlives() {
             // The process ends, without a wait for the device.
             return Ok(None);
         }
@@ -407,14 +401,11 @@ impl<'a> Trainer<'a> {
 
     /// Reads the results of the steps that the device has run to their end, when nothing is in flight on it any more.
     fn read_rest(&mut self) {
-        if self.skips.is_skipping() {
-            // The device has skipped these steps too.
-            return;
-        }
+        let is_skipping = self.skips.is_skipping();
         for enqueued in std::mem::take(&mut self.queue) {
             match enqueued.read(self.parts.world.deadline()) {
-                Ok(result) if result.complaint().is_none() => drop(self.note(result)),
-                // Without an update, it is done once more.
+                Ok(result) if !is_skipping && result.complaint().is_none() => drop(self.note(result)),
+                // Without an update, as those behind a step that is skipped, it is done once more.
                 _ => return,
             }
         }
@@ -821,4 +812,34 @@ struct StepGradients {
     device_times: DeviceTimes,
     /// Number of this rank's losses.
     positions: usize,
+}
+
+/// What is to be done after a step.
+#[derive(Clone, Copy, Debug)]
+struct Due {
+    validation: bool,
+    verification: bool,
+    checkpoint: bool,
+    /// Steps whose numbers are not waited for yet.
+    kept: usize,
+}
+
+impl Due {
+    /// After `done` steps, of which the device may have the last `ahead`.
+    fn after(train: &Train, done: u64, ahead: usize) -> Self {
+        let last = done == train.steps;
+        let every = |steps: u64| steps > 0 && done.is_multiple_of(steps);
+        let (validation, verification) = (last || every(train.eval_every), every(train.verify_every));
+        let checkpoint = last || every(train.checkpoint_every);
+        Self {
+            validation,
+            verification,
+            checkpoint,
+            kept: if validation || verification || checkpoint {
+                0
+            } else {
+                ahead
+            },
+        }
+    }
 }
