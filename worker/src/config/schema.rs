@@ -546,7 +546,7 @@ words! {
 
     /// `parallel.context_algorithm`
     ContextAlgorithm {
-        /// All are gathered: the bits of one rank, and memory for the keys and values of all positions.
+        /// All are gathered: bit-identical to one rank, but takes memory for the keys and values of all positions.
         Gather = "gather",
         /// They go round, and attention is computed meanwhile: memory for those of two ranks.
         Ring = "ring",
