@@ -273,7 +273,7 @@ fn native_training_keeps_a_node_as_a_spare_if_it_cannot_make_its_global_batch_wi
         send(pid, Signal::SIGCONT);
     }
     first.wait_for("was lost");
-    first.wait_for("400, resumed after");
+    first.wait_for("restarted after step");
     first.finish().expect_exit(0);
     third.finish().expect_exit(0);
     second.finish().expect_killed_by(Signal::SIGKILL);
@@ -395,7 +395,7 @@ fn native_training_that_was_stopped_resumes_when_the_same_job_is_started_again()
             .start()
     };
     let (mut first, second) = (start("0"), start("1"));
-    first.wait_for(&format!("1500, resumed after step {left_at}"));
+    first.wait_for(&format!("restarted after step {left_at}"));
     first.finish().expect_exit(0);
     second.finish().expect_exit(0);
     daemon.stop().expect_exit(0);
