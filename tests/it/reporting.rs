@@ -75,7 +75,7 @@ fn a_restart_repeats_only_what_has_changed() {
     finished
         .expect_exit(0)
         .expect_stdout("[0] restarted after step ")
-        .expect_stdout("60, resumed after ");
+        .expect_stdout("; all else is as before");
     let count = |row: &str| {
         let row = format!("[0] {row}");
         let rows = finished.stdout().iter().filter(|line| line.starts_with(&row));
@@ -83,7 +83,7 @@ fn a_restart_repeats_only_what_has_changed() {
     };
     assert_eq!(
         (count("steps  "), count("parameters  "), count("strategy  ")),
-        (2, 1, 1)
+        (1, 1, 1)
     );
     let lives = std::fs::read_dir(job.out().join("tensorboard"))
         .expect("a folder")
