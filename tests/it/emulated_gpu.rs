@@ -545,6 +545,58 @@ fn survivors_of_a_killed_rank_keep_their_processes_and_their_state() {
     }
 }
 
+/// A node joins, and is lost. The state is read from the checkpoint, since another number of ranks pads it otherwise.
+#[test]
+#[ignore = "minutes of emulated GPUs: .ci/run emulated_gpu"]
+fn a_rank_keeps_its_process_when_a_node_joins_and_is_lost() {
+    let emulator = emulator();
+    let (daemon, job) = (Daemon::start(), job());
+    let start = |card: &str| {
+        let launch = gpus(emulator, &job, 1)
+            .env("EMULATOR_DELAY_US", LATE)
+            .env("CUDA_VISIBLE_DEVICES", card)
+            .flag("--nnodes", "1:2")
+            .flag("--rdzv-endpoint", &daemon.endpoint)
+            .flag("--rdzv-id", "grows")
+            .flag("--rdzv-conf", "last_call_timeout=0.3")
+            .set("train.micro_batch=2")
+            .set("train.grad_accumulation=2")
+            .set("train.checkpoint_async=false")
+            .set("train.checkpoint_every=5")
+            .set("train.steps=60");
+        launch.target("tiny.yaml").start()
+    };
+    let mut first = start("0");
+    wait_for_step(&job.out(), 7);
+    let pid = worker(first.pid(), "0");
+    let second = start("1");
+    first.wait_for("kept: rank 0");
+    first.wait_for("GPUs keep no state when the number of ranks changes");
+    first.wait_for("continuing with 2 ranks instead of 1");
+    let joined_at = metrics(&job.out()).len() as u64;
+    wait_for_step(&job.out(), joined_at + 7);
+    second.signal(Signal::SIGKILL);
+    first.wait_for("was lost: its launcher died");
+    first.wait_for("continuing with 1 rank instead of 2");
+    assert_eq!(worker(first.pid(), "0"), pid, "its process was kept");
+    first.finish().expect_exit(0);
+    let lines = metrics(&job.out());
+    let worlds: Vec<u64> = lines
+        .iter()
+        .filter_map(|line| line["world_size"].as_u64())
+        .collect();
+    assert_eq!((worlds.len(), worlds[0], worlds[59]), (60, 1, 1), "{worlds:?}");
+    assert!(worlds.contains(&2), "{worlds:?}");
+    let undisturbed = self::job();
+    let settings = [
+        "train.micro_batch=2",
+        "train.grad_accumulation=2",
+        "train.steps=60",
+    ];
+    let expected = train(gpus(emulator, &undisturbed, 1), &undisturbed, &settings);
+    expect_same_losses("a node came and went", &losses(&job.out()), &expected);
+}
+
 /// Also where it holds up several communicators, of which none can be freed before all are given up.
 #[test]
 #[ignore = "minutes of emulated GPUs: .ci/run emulated_gpu"]

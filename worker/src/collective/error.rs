@@ -168,11 +168,25 @@ impl Failure {
             }
             Self::Library { of_peer, .. } => *of_peer,
             Self::GivenUp { failure, .. } => failure.is_consequence(),
-            Self::TimedOut { .. }
-            | Self::Mismatch { .. }
-            | Self::Invalid(_)
-            | Self::Device(_)
-            | Self::System { .. } => false,
+            // What the operation waited for has failed.
+            Self::Device(error) => matches!(error, DeviceError::Upstream(_)),
+            Self::TimedOut { .. } | Self::Mismatch { .. } | Self::Invalid(_) | Self::System { .. } => false,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_operation_whose_input_failed_is_a_consequence() {
+        let upstream = Failure::Device(DeviceError::Upstream("an all-gather failed".into()));
+        let given_up = Failure::GivenUp {
+            because_of: "#7 of `world`".into(),
+            failure: Box::new(upstream.clone()),
+        };
+        assert!(upstream.is_consequence() && given_up.is_consequence());
+        assert!(!Failure::Invalid("too long".into()).is_consequence());
     }
 }

@@ -152,8 +152,9 @@ fn run(job: &Job, worlds: &[u32], place: &(dyn Fn(usize, usize, &Session) -> Ass
                     let first = place(rank, generation, first);
                     let next = |ended: &mut Ended| {
                         let error = ended.as_ref().err()?;
-                        assert!(error.is_consequence(), "{error}");
+                        // Before a failure, which would leave the others there.
                         parked.wait();
+                        assert!(error.is_consequence(), "{error}");
                         generation += 1;
                         Some(place(rank, generation, session(rank, generation)?))
                     };
