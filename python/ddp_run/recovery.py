@@ -200,11 +200,16 @@ def live(
                 raise
 
 
-def _release(error: BaseException | None) -> None:
+def _release(over: BaseException) -> None:
     """Ends the process groups, and all that refers to them in the functions that this exception has left."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
+    errors: list[BaseException | None] = [over]
+    while errors:
+        error = errors.pop()
+        if error is not None and error.__traceback__ is not None:
+            traceback.clear_frames(error.__traceback__)
+            # A cleared frame keeps its function, and what that has captured: `torch.nn.Module` calls `forward` in one.
+            error.__traceback__ = None
+            errors += [error.__cause__, error.__context__]
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available():
         return
@@ -217,7 +222,8 @@ def _release(error: BaseException | None) -> None:
     if any(name.startswith("pt_gloo_runloop") for name in names):
         print(
             f"ddp_run: rank {os.environ['RANK']} still refers to a process group of generation {ddp_run.generation()}\n"
-            "  hint: models, meshes and groups must be local to the function that `ddp_run.live` calls",
+            "  hint: models, meshes and groups must be local to the function that `ddp_run.live` calls, and the update that\n"
+            "  `step` gets must not refer to them",
             file=sys.stderr,
             flush=True,
         )

@@ -7,12 +7,14 @@ use crate::harness::{Sentinel, launch, python_is_missing, temp_dir};
 
 const CTRL_C: &str = "\x03";
 
+/// It sleeps in short pieces: CPython does not see a signal that comes just before the call of `sleep` until that returns.
 const INTERRUPTED: &str = "
 import atexit, time
 atexit.register(lambda: print('at the end'))
 try:
     print('ready')
-    time.sleep(1000)
+    while True:
+        time.sleep(0.01)
 except KeyboardInterrupt:
     print('saved')
 finally:

@@ -1,10 +1,12 @@
 """`ddp_run.live` against a control socket that the test plays. Every wait has a deadline."""
+import gc
 import os
 import queue
 import sys
 import threading
 import types
 import unittest
+import weakref
 from unittest import mock
 
 from test_package import PATIENCE_S, Worker
@@ -74,6 +76,28 @@ class Recovering(Worker):
         # It has the state that it had. Its local rank is that of the process.
         self.assertEqual((result(), len(updates)), (8, 1))
         self.assertEqual(calls, [(2, None, "0"), (3, "5", "0")])
+
+    def test_what_a_function_had_captured_is_gone_before_the_process_parks(self):
+        models = []
+
+        def train(job):
+            if models:
+                return 5
+            model = threading.Event()
+            models.append(weakref.ref(model))
+
+            def forward():
+                raise RuntimeError(f"connection closed by peer of {model}")
+
+            forward()
+
+        first, result = self.start(train)
+        first.say(type="generation_over", generation=2, cause="rank 1 died of SIGKILL")
+        parked = self.accept_parked()
+        gc.collect()
+        self.assertIsNone(models[0]())
+        self.assign(parked, 3)
+        self.assertEqual(result(), 5)
 
     def test_a_failure_that_is_not_confirmed_stays_what_it_is(self):
         self.enter(mock.patch.object(ddp_run, "CONFIRM_TIMEOUT_S", 0.05))
