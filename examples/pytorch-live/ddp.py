@@ -33,6 +33,8 @@ def main(checkpoint):
         rank, ranks = dist.get_rank(), dist.get_world_size()
         first = job.restore({"model": net, "optimizer": optimizer}, finished=finished)
         print(f"pid {os.getpid()} trains from step {first}", flush=True)
+        if first and first % SAVE_EVERY == 0:  # a rank may have died before it saved
+            save(job)
         # Without this, DDP adds gradients in another order in the first step after a start: other last bits.
         model = DDP(net, find_unused_parameters=True)
         for step in range(first, STEPS):

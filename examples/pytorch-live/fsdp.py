@@ -63,18 +63,22 @@ def main(folder):
             finished = load(rank % SHARDS)
         else:
             for own, part in zip(shard, parts):
-                own.data = part.copy_(own.data)
+                # Of a rank whose shard is another one now, `restore` brings it.
+                own.data = part.copy_(own.data) if own.shape == part.shape else part
         first = job.restore({"model": shard, "optimizer": optimizer}, mesh.get_group("replicate"), finished)
         print(f"pid {os.getpid()} trains from step {first}", flush=True)
+        if first and first % SAVE_EVERY == 0:  # a rank may have died before it saved
+            save(job)
         for step in range(first, STEPS):
             random = torch.Generator().manual_seed(step * ranks + rank)
             inputs = torch.randn(32, 16, generator=random)
             loss = torch.nn.functional.mse_loss(model(inputs), inputs.sin()[:, :2])
             model.zero_grad()
+            optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             for own, param in zip(shard, model.parameters()):
-                own.grad = param.grad.to_local()
+                own.grad = None if param.grad is None else param.grad.to_local()
             job.step(optimizer.step)
             if job.finished % SHOW_EVERY == 0 and rank == 0:
                 print(f"step {job.finished} loss {loss.item():.4f}", flush=True)

@@ -100,6 +100,7 @@ class LiveJob:
         All ranks call it, once their process groups exist. A new process has made `finished` steps, those of the
         checkpoint that it has loaded. `state` maps names to objects with `state_dict` and `load_state_dict`. Ranks that
         lack the newest state get it from others of `group`, whose ranks have equal parts of it: none means all ranks.
+        Models and optimizers in it lose their gradients.
 
         `state` may be a function instead, to move the state in another way. `state(source, receivers)` is called on
         both sides of each transfer, with numbers of ranks.
@@ -128,6 +129,10 @@ class LiveJob:
             _transfer(state, sources[rank], others, rank, group)
         elif receivers:
             _transfer(state, rank, receivers, rank, group)
+        if isinstance(state, Mapping):
+            # Of a step that was broken off: the next backward pass would add to them.
+            for part in state.values():
+                getattr(part, "zero_grad", lambda: None)()
         parts = _parts(reports)
         self._version, self._part = version, (parts.index(own.peers), len(parts))
         return version.step
@@ -135,8 +140,9 @@ class LiveJob:
     def step(self, update: Callable[[], Any], loss: float | None = None, waited_s: float | None = None) -> None:
         """Ends a step: calls `update` once all ranks have their gradients, and `boundary` of `stoppable`.
 
-        `update` is `optimizer.step`, or a function that calls it. It may be called when the process groups are gone: it
-        uses no collective, and does not refer to them.
+        `update` is `optimizer.step`, or a function that calls it and `scheduler.step`. It may be called when the process
+        groups are gone: it uses no collective, and does not refer to them. What follows `step` in the script may be
+        skipped.
         """
         next_version = _Version(ddp_run.generation(), self.finished + 1)
         if _has_peers():

@@ -476,10 +476,17 @@ fn status_shows_steps_and_losses() {
 
 #[test]
 fn a_job_is_closed_on_all_of_its_nodes() {
-    let daemon = Watched::start(&[]);
+    let (daemon, dir) = (Watched::start(&[]), temp_dir());
+    let done = dir.path().join("done");
     let of_a_user = |node: Launch| node.env("USER", "an\u{1b}[31mna");
     let nodes = pair(&daemon, "closed", of_a_user, "echo at work; sleep 600");
-    let mut others = pair(&daemon, "other", |node| node, "echo at work; sleep 1");
+    let until_done = |node: Launch| node.env("DONE", &done);
+    let mut others = pair(
+        &daemon,
+        "other",
+        until_done,
+        &format!("echo at work; {UNTIL_DONE}"),
+    );
     for node in &mut others {
         node.wait_for("at work");
     }
@@ -515,6 +522,7 @@ fn a_job_is_closed_on_all_of_its_nodes() {
         finished.expect_stderr("` (127.0.0.1) closed the job: the machine is needed");
     }
     daemon.expect_sample("ddp_jobs_ended_total{result=\"closed\"}", 1.0);
+    std::fs::write(&done, "").expect("writable");
     for node in others {
         node.finish().expect_exit(0);
     }

@@ -275,6 +275,13 @@ class Committing(Worker):
                 self.other = other
                 self.assertEqual((self.job.restore({}), len(self.updates)), (finished, finished))
 
+    def test_gradients_of_a_step_that_was_broken_off_are_used_once(self):
+        self.break_off()
+        self.other = (2, 2)
+        optimizer = types.SimpleNamespace(zero_grad=lambda: self.updates.append("no gradients"))
+        self.job.restore({"optimizer": optimizer, "others": object()})
+        self.assertEqual(self.updates[1:], [0, "no gradients"])
+
     def test_an_update_that_fails_leaves_no_state(self):
         sent = []
         with mock.patch.object(recovery, "_meet", lambda: None), self.assertRaises(ZeroDivisionError):

@@ -5,6 +5,7 @@ import signal
 import tempfile
 import unittest
 
+import torch
 from launched import ROOT, reserved_port
 from test_torch import SCRIPTS, PyTorch
 
@@ -18,7 +19,9 @@ class Live(PyTorch):
         self.addCleanup(folder.cleanup)
         words = ["--nproc-per-node", ranks, "--max-restarts", 9, *flags, SCRIPTS / "dies.py", deaths, EXAMPLES / script]
         env = {"OMP_NUM_THREADS": "1", "STEP_S": str(step_s)}
-        return self.launch(*words, pathlib.Path(folder.name, CHECKPOINTS[script]), env=env)
+        launched = self.launch(*words, pathlib.Path(folder.name, CHECKPOINTS[script]), env=env)
+        launched.folder = pathlib.Path(folder.name)
+        return launched
 
     def weights(self, launched):
         """By rank, after the run has ended well."""
@@ -57,6 +60,18 @@ class Live(PyTorch):
 
     def test_survivors_of_fsdp_with_replicas_keep_their_processes_and_all_bits(self):
         self.expect_survivors("fsdp.py", 4, "1:1:30:gradients,2:2:60:all,3:0:70:update,4:3:80:updated")
+
+    def test_the_last_step_is_saved_though_a_rank_dies_before_its_save(self):
+        for script, ranks, last in (("ddp.py", 2, 400), ("fsdp.py", 4, 200)):
+            with self.subTest(script):
+                launched = self.train(script, ranks, f"1:0:{last}:updated")
+                self.weights(launched)
+                self.assertEqual({step for _, step in self.starts(launched)[1].values()}, {last}, launched.transcript())
+                if script == "ddp.py":
+                    self.assertEqual(torch.load(launched.folder / "checkpoint.pt")["finished"], last)
+                else:
+                    saved = {file.name for file in launched.folder.glob(f"shard_*_step_{last}.pt")}
+                    self.assertEqual(len(saved), 2, launched.transcript())
 
     def test_two_ranks_that_die_at_once_are_both_replaced(self):
         undisturbed = self.weights(self.train("ddp.py", 3))

@@ -317,6 +317,9 @@ fn devices_that_run_later_lose_no_step() {
         c.parallel.strategy = Strategy::Zero2;
         c.parallel.shard_group = Some(ShardGroup::Ranks(2));
     });
+    nothing_changes_on(deferred, "zero2 with buddies, deferred", 3, 23, |c| {
+        with_buddies(c, Strategy::Zero2);
+    });
 }
 
 #[test]
