@@ -130,7 +130,7 @@ class LiveJob:
         elif receivers:
             _transfer(state, rank, receivers, rank, group)
         if isinstance(state, Mapping):
-            # Of a step that was broken off: the next backward pass would add to them.
+            # The next backward pass would add to the gradients of a step that was broken off.
             for part in state.values():
                 getattr(part, "zero_grad", lambda: None)()
         parts = _parts(reports)
